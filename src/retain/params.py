@@ -1,0 +1,141 @@
+"""Named tensors: the trainable parameters of a model, sizes in bytes, states as plain tensors; counter-based random keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# --- random keys ------------------------------------------------------------------------------------------------------
+
+
+def derive(*counters: int | str) -> int:
+    """A 63-bit random key from counters: the same counters give the same key on every machine.
+
+    Randomness without state: what is drawn in a step is a function of (seed, purpose, task, epoch, step), so that resuming,
+    retrying and resharding recompute it.
+
+    Example:
+        >>> derive("rows", 0, 1) == derive("rows", 0, 1) != derive("rows", 1, 0)
+        True
+    """
+    digest = hashlib.blake2b(repr(counters).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(key: int) -> torch.Generator:
+    """A CPU generator that starts at a key."""
+    return torch.Generator().manual_seed(key)
+
+
+def seed_dropout(key: int, device: torch.device) -> None:
+    """Start the default generator that dropout uses on a device at a key."""
+    torch.default_generator.manual_seed(key)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(key)
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The model's parameters with `requires_grad`, by name; a tied tensor once, under its first name."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def nbytes(tensors: Tensor | Iterable[Tensor]) -> int:
+    """Bytes of the storages behind tensors, each storage once."""
+    tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor that holds a NaN or an infinity, or None."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return name
+    return None
+
+
+def fit_rows(tensor: Tensor, like: Tensor, fill: float = 0.0) -> Tensor:
+    """A state tensor for a parameter that has grown: old rows as they are, new rows filled.
+
+    Raises:
+        ValueError: the shapes differ in more than added rows.
+    """
+    if tensor.shape == like.shape or tensor.ndim == 0:
+        return tensor
+    if tensor.shape[1:] != like.shape[1:] or tensor.shape[0] > like.shape[0]:
+        raise ValueError(f"a state of shape {tuple(tensor.shape)} does not fit a parameter of shape {tuple(like.shape)}")
+    grown = tensor.new_full((like.shape[0], *tensor.shape[1:]), fill)
+    grown[: tensor.shape[0]] = tensor
+    return grown
+
+
+# --- states as tensors and plain data ---------------------------------------------------------------------------------
+
+
+def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
+    """Take a state apart into named tensors (for safetensors) and plain data (for json).
+
+    Args:
+        state: dataclasses, dicts with string keys, lists, tensors, numbers, strings, None, nested at will.
+
+    Returns:
+        The tensors (on the CPU, contiguous, sharing nothing) and a tree in which each stands as ``{"tensor": name}``.
+
+    Raises:
+        TypeError: something else is in the state.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+            return {"tensor": path}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return {"dict": {key: walk(item, f"{path}.{key}") for key, item in fields.items()}}
+        if isinstance(value, Mapping):
+            return {"dict": {str(key): walk(item, f"{path}.{key}") for key, item in value.items()}}
+        if isinstance(value, (list, tuple)):
+            return [walk(item, f"{path}.{position}") for position, item in enumerate(value)]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise TypeError(f"{path}: a state holds tensors and plain data, not {type(value).__name__}")
+
+    return tensors, walk(state, "state")
+
+
+def unpack_(state: Any, tensors: Mapping[str, Tensor], tree: Any, device: torch.device | str = "cpu") -> None:
+    """Put packed values back into a state dataclass made by the same `init`, in place.
+
+    Tensors go to the device of the tensor that they replace, to `device` where the state has none there.
+
+    Raises:
+        ValueError: a field of the state is not in the packed tree, or the other way round.
+    """
+    names = {field.name for field in dataclasses.fields(state)}
+    if names != set(tree["dict"]):
+        raise ValueError(f"{type(state).__name__} has {sorted(names)}, the file has {sorted(tree['dict'])}")
+
+    def build(node: Any, now: Any) -> Any:
+        if isinstance(node, dict) and "tensor" in node:
+            return tensors[node["tensor"]].to(now.device if isinstance(now, Tensor) else device, copy=True)
+        if dataclasses.is_dataclass(now) and not isinstance(now, type):
+            unpack_(now, tensors, node, device)
+            return now
+        if isinstance(node, dict):
+            before = now if isinstance(now, Mapping) else {}
+            return {key: build(item, before.get(key)) for key, item in node["dict"].items()}
+        if isinstance(node, list):
+            return [build(item, None) for item in node]
+        return node
+
+    for name in names:
+        setattr(state, name, build(tree["dict"][name], getattr(state, name)))

@@ -1,0 +1,180 @@
+"""The six seams at which every technique touches training, and what passes through them.
+
+    seam        function                          when it runs
+    batch       mix(batch, ctx, state) -> Batch   where batches are drawn, before items are counted
+    loss        penalty(ctx, state) -> Tensor     inside each micro-batch; a sum over items, before division by the step's
+    gradient    observe, add_grad_, project_grad_ once per optimizer step, after unscaling, before clipping, in this order
+    parameter   project_(params, state, sizes)    after the optimizer's step; not when that step was skipped
+    module      apply_(module, state) -> Undo     between steps; undone last in, first out
+    decision    decide(...)                       every k steps (the controller's; not part of a method)
+
+A method is a bundle of such functions; each works alone in a plain PyTorch loop. Nothing here knows a trainer, a loop or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Column = Any
+"""One field of a batch: a tensor [rows, ...], a list of tensors (variable length), or an int that all rows share."""
+
+Undo = Callable[[], None]
+"""Takes back what a module seam did."""
+
+
+@dataclass
+class Batch:
+    """Rows for one step.
+
+    Attributes:
+        inputs: what the model is called with, by name: ``model(**inputs)``.
+        targets: labels, [rows] or [rows, tokens]; -100 marks a token that counts for nothing.
+        weights: weight of each row in the loss, [rows], 1 on average over the run; None means 1 each.
+        meta: what the model never sees: ``row`` (index in its task), ``task``, ``origin`` (0 new, 1 replayed), stored logits ...
+    """
+
+    inputs: dict[str, Column]
+    targets: Tensor
+    weights: Tensor | None = None
+    meta: dict[str, Column] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self.targets.shape[0]
+
+    @property
+    def items(self) -> int | Tensor:
+        """What the summed loss is divided by: the number of rows, or of tokens that count."""
+        if self.targets.ndim == 1:
+            return self.targets.shape[0]
+        return (self.targets != -100).sum()
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The rows from start to stop, as views."""
+        weights = None if self.weights is None else self.weights[start:stop]
+        return Batch(_cut(self.inputs, start, stop), self.targets[start:stop], weights, _cut(self.meta, start, stop))
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch with every tensor on a device."""
+        if self.targets.device == torch.device(device):
+            return self
+        weights = None if self.weights is None else self.weights.to(device, non_blocking=True)
+        inputs, meta = _moved(self.inputs, device), _moved(self.meta, device)
+        return Batch(inputs, self.targets.to(device, non_blocking=True), weights, meta)
+
+
+def concatenated(first: Batch, second: Batch) -> Batch:
+    """Rows of two batches one after the other; where only one has weights, the other's rows weigh 1.
+
+    Meta fields that only one of them has are left out.
+    """
+    sizes = len(first), len(second)
+    weights = None
+    if first.weights is not None or second.weights is not None:
+        ones = [b.targets.new_ones(len(b), dtype=torch.float32) if b.weights is None else b.weights for b in (first, second)]
+        weights = torch.cat(ones)
+    inputs = {name: _joined(first.inputs[name], second.inputs[name], sizes) for name in first.inputs}
+    meta = {name: _joined(first.meta[name], second.meta[name], sizes) for name in first.meta if name in second.meta}
+    return Batch(inputs, torch.cat([first.targets, second.targets]), weights, meta)
+
+
+def _cut(columns: Mapping[str, Column], start: int, stop: int) -> dict[str, Column]:
+    return {name: value if isinstance(value, int) else value[start:stop] for name, value in columns.items()}
+
+
+def _moved(columns: Mapping[str, Column], device: torch.device | str) -> dict[str, Column]:
+    def move(value: Column) -> Column:
+        if isinstance(value, list):
+            return [item.to(device, non_blocking=True) for item in value]
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    return {name: move(value) for name, value in columns.items()}
+
+
+def _joined(first: Column, second: Column, sizes: tuple[int, int]) -> Column:
+    if isinstance(first, int) and isinstance(second, int) and first == second:
+        return first
+    if isinstance(first, list):
+        return first + second
+    parts = [torch.full((n,), v) if isinstance(v, int) else v for v, n in zip((first, second), sizes, strict=True)]
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+class Objective(NamedTuple):
+    """What is learned: `loss(outputs, batch)` is the sum over the batch's items, weights included, as a 0-d tensor."""
+
+    loss: Callable[[Any, Batch], Tensor]
+
+
+class StepContext(NamedTuple):
+    """What a seam function may read.
+
+    Attributes:
+        model: the module that is trained.
+        params: its trainable parameters by name; tied tensors once.
+        objective: the loss.
+        batch: the micro-batch (loss seam), the step's batch (other seams), None where there is none.
+        outputs: the model's outputs on `batch` (loss seam only).
+        key: counter-based random key of this step; see `params.derive`.
+        step: optimizer steps done in this task.
+        task: tasks learned before this one.
+        classes: classes seen so far, this task's included.
+        new_classes: classes that this task brought.
+        autocast: the precision's autocast region.
+        sample: draws rows from the replay memory, `sample(rows, key) -> Batch | None`; None where there is none.
+    """
+
+    model: nn.Module
+    params: Mapping[str, nn.Parameter]
+    objective: Objective
+    batch: Batch | None = None
+    outputs: Any = None
+    key: int = 0
+    step: int = 0
+    task: int = 0
+    classes: int = 0
+    new_classes: int = 0
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    sample: Callable[[int, int], Batch | None] | None = None
+
+
+State = Any
+"""A dataclass of tensors keyed by parameter name, buffers and plain numbers; saved by `params.pack`."""
+
+
+class Method(NamedTuple):
+    """A technique against forgetting: the seams it uses, one field each; None where it uses none.
+
+    Attributes:
+        name: as in the configuration.
+        init: `init(params) -> State`, before the first task.
+        nbytes: `nbytes(state)`, bytes that the state holds now.
+        allows: what it can do: ``class-incremental``, ``without-old-data``, ``micro-batching``, ``sharded``.
+        mix, penalty, observe, add_grad_, project_grad_, project_, apply_: see the module's table.
+        sample: `sample(state, rows, key) -> Batch | None`, offered to the other methods; one method of a run at most.
+        begin_task: `begin_task(ctx, state)`, after the head has grown, before the first step.
+        consolidate_batch: `consolidate_batch(ctx, state)`, after the last step, for every batch of the task's training rows.
+        consolidate: `consolidate(ctx, state)`, once after that.
+    """
+
+    name: str
+    init: Callable[[Mapping[str, nn.Parameter]], State]
+    nbytes: Callable[[State], int]
+    allows: frozenset[str]
+    mix: Callable[[Batch, StepContext, State], Batch] | None = None
+    penalty: Callable[[StepContext, State], Tensor] | None = None
+    observe: Callable[[StepContext, State], None] | None = None
+    add_grad_: Callable[[StepContext, State], None] | None = None
+    project_grad_: Callable[[StepContext, State], None] | None = None
+    project_: Callable[[Mapping[str, nn.Parameter], State, Mapping[str, float]], None] | None = None
+    apply_: Callable[[nn.Module, State], Undo] | None = None
+    sample: Callable[[State, int, int], Batch | None] | None = None
+    begin_task: Callable[[StepContext, State], None] | None = None
+    consolidate_batch: Callable[[StepContext, State], None] | None = None
+    consolidate: Callable[[StepContext, State], None] | None = None
