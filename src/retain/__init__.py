@@ -1,0 +1,71 @@
+"""retain: train a model on a stream of tasks inside a memory budget and without forgetting.
+
+Public names are loaded when they are first used, so that `import retain` stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retain.api import load, rollback, train
+    from retain.data.task import Rows, Stream, Task
+    from retain.errors import ConfigError, DataError, RetainError, RunError, Stopped
+    from retain.forgetting.replay import replay
+    from retain.seams import Batch, Method, Objective, StepContext
+    from retain.spec import RunSpec
+
+_HOME = {
+    "load": "retain.api",
+    "rollback": "retain.api",
+    "train": "retain.api",
+    "Rows": "retain.data.task",
+    "Stream": "retain.data.task",
+    "Task": "retain.data.task",
+    "ConfigError": "retain.errors",
+    "DataError": "retain.errors",
+    "RetainError": "retain.errors",
+    "RunError": "retain.errors",
+    "Stopped": "retain.errors",
+    "replay": "retain.forgetting.replay",
+    "Batch": "retain.seams",
+    "Method": "retain.seams",
+    "Objective": "retain.seams",
+    "StepContext": "retain.seams",
+    "RunSpec": "retain.spec",
+}
+
+__all__ = [
+    "Batch",
+    "ConfigError",
+    "DataError",
+    "Method",
+    "Objective",
+    "RetainError",
+    "Rows",
+    "RunError",
+    "RunSpec",
+    "StepContext",
+    "Stopped",
+    "Stream",
+    "Task",
+    "load",
+    "replay",
+    "rollback",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        import importlib.metadata
+
+        return importlib.metadata.version("retain")
+    if name not in _HOME:
+        raise AttributeError(f"module 'retain' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,116 @@
+"""The commands as functions of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from retain.data.task import Stream
+from retain.errors import RunError
+from retain.models.build import build_model
+from retain.spec import RunSpec
+from retain.train import loop
+from retain.train.lineage import load_checkpoint, opened
+from retain.train.summary import summarize
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A model as a run left it.
+
+    Attributes:
+        module: in eval mode, on the CPU. Call it with rows in the stream's own dtypes: ``module(x)`` (``module(x, task)`` where
+            every task has its own head) gives logits [rows, classes].
+        classes: names of the classes, in the order of the logits (of all heads together where each task has its own).
+        tasks: names of the tasks learned, in order.
+        spec: the description of the run when the last of them was learned.
+        summary: its measures; see `summary.json`.
+    """
+
+    module: nn.Module
+    classes: tuple[str, ...]
+    tasks: tuple[str, ...]
+    spec: RunSpec
+    summary: dict[str, Any]
+
+
+def as_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:
+    """A spec from a spec, plain data, or the path of a YAML file."""
+    if isinstance(spec, RunSpec):
+        return spec
+    if isinstance(spec, Mapping):
+        return RunSpec.parse(spec, base=Path.cwd())
+    return RunSpec.load(spec)
+
+
+def train(
+    spec: RunSpec | Mapping[str, Any] | str | Path,
+    run: str | Path,
+    *,
+    stream: Stream | None = None,
+    listener: loop.Listener | None = None,
+) -> dict[str, Any]:
+    """Learn the tasks of a stream that a run does not have yet; see `retain.train.loop.train`."""
+    return loop.train(as_spec(spec), Path(run), stream=stream, listener=listener)
+
+
+def load(run: str | Path, task: int | None = None) -> Learned:
+    """The model of a run as it was after a task.
+
+    Args:
+        run: the run's directory.
+        task: its number, from 0; default: the promoted one, which is the last one unless the run was rolled back.
+
+    Raises:
+        RunError: the run has learned nothing, or the task's model is damaged or no longer kept.
+    """
+    path = Path(run)
+    if not path.is_dir():
+        raise RunError(f"{path}: no such run directory.")
+    with opened(path) as directory:
+        number = directory.latest() if task is None else task
+        if number is None:
+            raise RunError(f"{path} has learned no task yet.")
+        found = load_checkpoint(directory.task_path(number), ["state.json", "model.safetensors"])
+        records = [record for record in directory.learned if record["number"] <= number]
+    state = found["state.json"]
+    spec = RunSpec.parse(state["spec"])
+    inputs = state["identity"]["input"]
+    shape = Stream((), state["frozen"]["classes"], inputs["kind"], tuple(inputs["shape"]), state["scenario"])
+    module = build_model(spec, shape, state["sizes"])
+    module.load_state_dict(found["model.safetensors"])
+    tasks = tuple(record["task"] for record in records)
+    return Learned(module.eval(), tuple(shape.classes), tasks, spec, summarize(spec, records))
+
+
+def rollback(run: str | Path, task: str | int) -> list[str]:
+    """Count every task after `task` as not learned.
+
+    Args:
+        run: the run's directory.
+        task: the name or the number of the last task to keep.
+
+    Returns:
+        The names of the tasks that no longer count.
+
+    Raises:
+        RunError: there is no such run or task, or the task's model is no longer kept. Nothing was changed.
+    """
+    path = Path(run)
+    if not path.is_dir():
+        raise RunError(f"{path}: no such run directory.")
+    with opened(path) as directory:
+        numbers = {record["task"]: record["number"] for record in directory.learned}
+        number = numbers.get(str(task))
+        if number is None and str(task).isdigit() and int(task) in numbers.values():
+            number = int(task)
+        if number is None:
+            known = ", ".join(f"{number} ({name})" for name, number in numbers.items()) or "none"
+            raise RunError(f"{path} has no learned task {task!r}; learned: {known}.")
+        later = [record["task"] for record in directory.roll_back(number)]
+        directory.log("rollback", task=number, dropped=later)
+    return later

@@ -1,0 +1,148 @@
+"""The command line. A user's mistake ends in a sentence and an exit code, never in a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retain.errors import BAD_CONFIG, ConfigError, RetainError
+from retain.spec import RunSpec
+
+app = typer.Typer(
+    name="retain",
+    help="Train a model on a stream of tasks inside a memory budget and without forgetting.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory. Default: runs/<name of CONFIG>.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the file's, as training_params.seed=1.")]
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        import retain
+
+        typer.echo(f"retain {retain.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML configuration.")],
+    settings: Settings = None,
+    run: RunOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would be done.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Learn the tasks of the stream that the run does not have yet.
+
+    The same command goes on where it stopped, whatever stopped it.
+
+    Example: retain train examples/digits.yaml --set training_params.seed=1
+    """
+    with _errors(as_json):
+        spec = RunSpec.load(config, settings or ())
+        path = run or Path("runs") / config.stem
+        if dry_run:
+            _dry_run(spec, path, as_json)
+            return
+        from rich.console import Console
+
+        from retain.report.progress import TerminalProgress
+        from retain.report.tables import summary_view
+        from retain.train.loop import train as learn
+
+        progress = TerminalProgress(Console(stderr=True))
+        try:
+            summary = learn(spec, path, listener=progress)
+        finally:
+            progress.close()
+        if as_json:
+            typer.echo(json.dumps(summary, ensure_ascii=False))
+        else:
+            console = _console()
+            console.print(summary_view(summary))
+            console.print(f"{path / 'summary.json'}", style="dim", highlight=False)
+
+
+@app.command()
+def rollback(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    task: Annotated[str, typer.Argument(help="Name or number (from 0) of the last task to keep.")],
+    as_json: Json = False,
+) -> None:
+    """Count every task after TASK as not learned; its model is the promoted one again.
+
+    Example: retain rollback runs/digits 2
+    """
+    with _errors(as_json):
+        from retain.api import rollback as roll_back
+
+        dropped = roll_back(run, task)
+        if as_json:
+            typer.echo(json.dumps({"schema": 1, "dropped": dropped}, ensure_ascii=False))
+        elif dropped:
+            typer.echo(f"{run}: {', '.join(dropped)} no longer counted as learned.")
+        else:
+            typer.echo(f"{run}: {task} is the last task already; nothing was changed.")
+
+
+def _dry_run(spec: RunSpec, path: Path, as_json: bool) -> None:
+    """Print the resolved spec, the tasks, their rows and steps; nothing is written."""
+    import yaml
+
+    from retain.report.tables import tasks_table
+    from retain.train.loop import look
+
+    found = look(spec, path)
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False))
+        return
+    console = _console()
+    console.print(yaml.safe_dump(found["spec"], sort_keys=False, allow_unicode=True), highlight=False, markup=False)
+    rows = [(t["task"], t["train"], t["validation"], t["test"], t["steps"], t["state"]) for t in found["tasks"]]
+    console.print(tasks_table(rows))
+    for text in found["notes"]:
+        console.print(f"· {text}", highlight=False, markup=False)
+    console.print(f"{found['scenario']}, head {found['head']}, {found['steps']:,} steps to go, run directory {path}", highlight=False)
+
+
+def _console() -> Any:
+    """Standard output: as wide as the terminal, wide enough for a table in a pipe."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+@contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """Print a `RetainError` as sentences (or as JSON) and exit with its code."""
+    try:
+        yield
+    except RetainError as error:
+        if as_json:
+            findings = [vars(finding) for finding in error.findings] if isinstance(error, ConfigError) else []
+            typer.echo(json.dumps({"schema": 1, "error": {"exit_code": error.exit_code, "text": str(error), "findings": findings}}))
+        else:
+            mark = "error: " if error.exit_code == BAD_CONFIG or error.exit_code < 128 else ""
+            typer.secho(f"{mark}{error}", err=True, fg=typer.colors.RED if mark else None)
+        raise typer.Exit(error.exit_code) from None
+    except BrokenPipeError:  # the reader of a pipe left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+
+
+def main() -> None:
+    """The `retain` command."""
+    app()

@@ -1,0 +1,66 @@
+"""Which rows a step trains on: a function of (seed, task, epoch, step), so that there is no sampler state to save or lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from retain.data.task import Rows
+from retain.params import derive, generator
+from retain.seams import Batch, Column
+
+
+def steps_per_epoch(rows: int, batch_size: int) -> int:
+    """Optimizer steps in one pass over a task.
+
+    The last batch may be smaller; a last batch of a single row joins the one before it, since BatchNorm cannot train on one row.
+    """
+    steps = -(-rows // batch_size)
+    return steps - 1 if steps > 1 and rows % batch_size == 1 else steps
+
+
+class TaskBatches:
+    """The training batches of one task, each recomputed from its step's number.
+
+    Args:
+        rows: the task's training rows.
+        batch_size: rows of a batch.
+        seed: the run's seed.
+        task: tasks learned before this one.
+        with_task: whether the model is told the task (per-task heads).
+        classes: global class ids of the task's local labels, [local classes]; None where labels are global.
+    """
+
+    def __init__(
+        self, rows: Rows, batch_size: int, *, seed: int, task: int, with_task: bool = False, classes: Tensor | None = None
+    ) -> None:
+        self.rows, self.batch_size, self.seed, self.task = rows, batch_size, seed, task
+        self.extra: dict[str, Column] = {"task": task} if with_task else {}
+        self.classes = classes
+        self.steps_per_epoch = steps_per_epoch(len(rows), batch_size)
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def at(self, step: int) -> Batch:
+        """The batch of an optimizer step, counted from the task's start."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            key = derive("rows", self.seed, self.task, epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self.rows), generator=generator(key))
+        start = position * self.batch_size
+        last = position == self.steps_per_epoch - 1
+        return self._batch(self._order[start:] if last else self._order[start : start + self.batch_size])
+
+    def in_order(self, batch_size: int) -> Iterator[Batch]:
+        """All rows once, in their own order."""
+        for index in torch.arange(len(self.rows)).split(batch_size):
+            yield self._batch(index)
+
+    def _batch(self, index: Tensor) -> Batch:
+        inputs: dict[str, Column] = {name: values.index_select(0, index) for name, values in self.rows.inputs.items()}
+        targets = self.rows.targets.index_select(0, index)
+        meta: dict[str, Column] = {"row": index, "task": self.task, "origin": 0}
+        if self.classes is not None:
+            meta["class"] = self.classes[targets]
+        return Batch({**inputs, **self.extra}, targets, None, meta)

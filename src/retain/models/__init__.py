@@ -1,0 +1,1 @@
+"""From a spec to a module: bodies, and the heads on top of them."""

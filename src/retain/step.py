@@ -1,0 +1,157 @@
+"""The step that training runs and planning traces; there is no second description of it.
+
+The loss of every micro-batch is a sum over its items divided by the items of the whole step, so that micro-batches of any size
+give the gradient of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from retain.memory.precision import Precision, step_was_skipped
+from retain.params import derive, seed_dropout
+from retain.seams import Batch, Method, Objective, State, StepContext
+
+
+@dataclass
+class Job:
+    """Everything that a step changes or needs.
+
+    Attributes:
+        model: on `device`, in the precision's dtype.
+        params: its trainable parameters by name; tied tensors once.
+        optimizer: over `params`.
+        objective: the loss.
+        methods: each with its state, in the order of the configuration.
+        precision: dtype, autocast region and scaler.
+        device: where the step runs.
+        micro_batch: rows of one forward pass at most; None for all.
+        max_norm: global gradient norm to clip to; None for no clipping.
+    """
+
+    model: nn.Module
+    params: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    methods: Sequence[tuple[Method, State]]
+    precision: Precision
+    device: torch.device
+    micro_batch: int | None = None
+    max_norm: float | None = None
+
+
+class StepResult(NamedTuple):
+    """What a step reports: mean loss per item (0-d tensor), rows used, and whether the scaler skipped the update."""
+
+    loss: Tensor
+    rows: int
+    skipped: bool
+
+
+def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str, float] | None = None) -> StepResult:
+    """One optimizer step: mix, count, forward and backward per micro-batch, gradient seam, clip, step, parameter seam.
+
+    Args:
+        job: changed in place.
+        batch: the new rows, on the job's device.
+        ctx: the step's context without batch and outputs.
+        step_sizes: learning rate of each parameter by name, for the parameter seam.
+    """
+    for method, state in job.methods:
+        if method.mix is not None:
+            batch = method.mix(batch, ctx, state)
+    items = batch.items
+    scaler, optimizer = job.precision.scaler, job.optimizer
+
+    losses = []
+    for number, micro in enumerate(micro_batches(batch, job.micro_batch)):
+        seed_dropout(derive(ctx.key, "dropout", number), job.device)
+        outputs = forward(job, micro)
+        loss = job.objective.loss(outputs, micro)
+        for method, state in job.methods:
+            if method.penalty is not None:
+                loss = loss + method.penalty(ctx._replace(batch=micro, outputs=outputs), state)
+        loss = loss / items
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        losses.append(loss.detach())
+
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    whole = ctx._replace(batch=batch)
+    for seam in ("observe", "add_grad_", "project_grad_"):
+        for method, state in job.methods:
+            if (function := getattr(method, seam)) is not None:
+                function(whole, state)
+    if job.max_norm is not None:
+        nn.utils.clip_grad_norm_(job.params.values(), job.max_norm)
+    skipped = False
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        skipped = step_was_skipped(scaler, optimizer)
+        scaler.update()
+    if not skipped:
+        for method, state in job.methods:
+            if method.project_ is not None:
+                method.project_(job.params, state, step_sizes or {})
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), len(batch), skipped)
+
+
+def forward(job: Job, batch: Batch) -> Any:
+    """The model's outputs on a batch, under the job's precision."""
+    inputs = batch.inputs
+    if job.precision.dtype is not torch.float32:
+        inputs = {name: _cast(value, job.precision.dtype) for name, value in inputs.items()}
+    with job.precision.autocast():
+        return job.model(**inputs)
+
+
+@torch.no_grad()
+def eval_step(job: Job, batch: Batch) -> Tensor:
+    """Outputs on a batch for measuring, at least in fp32; the model must be in eval mode."""
+    return full_precision(forward(job, batch))
+
+
+def micro_batches(batch: Batch, limit: int | None) -> Iterator[Batch]:
+    """Cut a batch into the fewest parts of at most `limit` rows, of sizes as equal as possible."""
+    rows = len(batch)
+    if limit is None or rows <= limit:
+        yield batch
+        return
+    count = -(-rows // limit)
+    size = -(-rows // count)
+    for start in range(0, rows, size):
+        yield batch.rows(start, min(start + size, rows))
+
+
+def cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy summed over rows, each times its weight.
+
+    Args:
+        outputs: logits, [rows, classes].
+        batch: with targets [rows].
+    """
+    logits = full_precision(outputs)
+    if batch.weights is None:
+        return F.cross_entropy(logits, batch.targets, reduction="sum")
+    return F.cross_entropy(logits, batch.targets, reduction="none") @ batch.weights.to(logits.dtype)
+
+
+CLASSIFICATION = Objective(cross_entropy)
+
+
+def full_precision(values: Tensor) -> Tensor:
+    """Half-precision values as fp32; others as they are."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,0 +1,1 @@
+"""Training: the loop, evaluation, and the lineage of a run."""

@@ -1,0 +1,131 @@
+"""The job of a run: made from its spec, carried into the next task, saved and restored exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retain.data.task import Stream
+from retain.errors import ConfigError
+from retain.forgetting import build
+from retain.memory.optimizer import load_optimizer_, make_optimizer, optimizer_tensors
+from retain.memory.precision import load_scaler_, make_precision, scaler_state
+from retain.models.build import build_model
+from retain.models.heads import grow_
+from retain.params import derive, pack, trainable, unpack_
+from retain.spec import RunSpec
+from retain.step import CLASSIFICATION, Job
+
+FILES = ("model.safetensors", "methods.safetensors", "optimizer.safetensors")
+"""What `job_files` makes beside the state."""
+
+
+def make_job(spec: RunSpec, stream: Stream, device: torch.device, sizes: list[int]) -> Job:
+    """A new job: model, methods' states and optimizer as they are before the first step.
+
+    Args:
+        spec: the run's description.
+        stream: tells the kind and shape of the inputs and the scenario.
+        device: where steps run.
+        sizes: outputs of the head (of each head), as `model.head.sizes` gave them; empty for a new model.
+
+    Raises:
+        ConfigError: the parts do not go together.
+    """
+    training = spec.training_params
+    precision = make_precision(training.precision, device)
+    model = build_model(spec, stream, sizes).to(device=device, dtype=precision.dtype).train()
+    params = trainable(model)
+    _check_micro_batches(spec, model)
+    methods = [(method, method.init(params)) for method in build(spec.methods, training.seed)]
+    optimizer = make_optimizer(training.optimizer, params, training.decay)
+    limit = training.memory.micro_batch
+    return Job(
+        model=model,
+        params=params,
+        optimizer=optimizer,
+        objective=CLASSIFICATION,
+        methods=methods,
+        precision=precision,
+        device=device,
+        micro_batch=None if limit == "none" else limit,
+        max_norm=training.max_norm,
+    )
+
+
+def grow_job(job: Job, spec: RunSpec, outputs: int, number: int) -> None:
+    """Give the head room for a task and carry the optimizer's state over: moments are kept, new rows start at zero.
+
+    Args:
+        job: changed in place.
+        spec: the run's description.
+        outputs: outputs of a growing head, or of the task's own head.
+        number: tasks learned before this one.
+    """
+    training = spec.training_params
+    tensors = {} if training.reset_optimizer else optimizer_tensors(job.optimizer, job.params)
+    grow_(job.model.head, outputs, derive("head", training.seed, number))
+    job.model.to(device=job.device, dtype=job.precision.dtype)
+    job.params = trainable(job.model)
+    if not job.params:
+        raise ConfigError("The model has no trainable parameters, so nothing can be learned. Unfreeze some of them.")
+    job.optimizer = make_optimizer(training.optimizer, job.params, training.decay)
+    load_optimizer_(job.optimizer, job.params, tensors)
+
+
+def job_files(job: Job) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """What a checkpoint keeps of a job: tensors by file and name, and the rest as plain data."""
+    packed = {method.name: pack(state) for method, state in job.methods}
+    files = {
+        "model.safetensors": job.model.state_dict(),
+        "methods.safetensors": {f"{name}/{key}": t for name, (tensors, _) in packed.items() for key, t in tensors.items()},
+        "optimizer.safetensors": optimizer_tensors(job.optimizer, job.params),
+    }
+    state = {
+        "sizes": list(job.model.head.sizes),
+        "optimizer": type(job.optimizer).__name__,
+        "scaler": None if job.precision.scaler is None else scaler_state(job.precision.scaler),
+        "methods": {name: tree for name, (_, tree) in packed.items()},
+    }
+    return files, state
+
+
+def restore_job(job: Job, files: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> list[str]:
+    """Put a checkpoint back into a job made with its `sizes`.
+
+    Returns:
+        What could not be carried over because the configuration has changed, as sentences.
+    """
+    notes = []
+    job.model.load_state_dict(files["model.safetensors"])
+    if state["optimizer"] == type(job.optimizer).__name__:
+        load_optimizer_(job.optimizer, job.params, files["optimizer.safetensors"])
+    else:
+        notes.append(f"The optimizer is {type(job.optimizer).__name__} now, {state['optimizer']} before: it starts anew.")
+    if job.precision.scaler is not None and state["scaler"] is not None:
+        load_scaler_(job.precision.scaler, state["scaler"])
+    for method, method_state in job.methods:
+        if method.name not in state["methods"]:
+            notes.append(f"{method.name} was not part of this run before: it knows nothing of the tasks learned so far.")
+            continue
+        prefix = f"{method.name}/"
+        tensors = {k.removeprefix(prefix): t for k, t in files["methods.safetensors"].items() if k.startswith(prefix)}
+        unpack_(method_state, tensors, state["methods"][method.name])
+    dropped = sorted(set(state["methods"]) - {method.name for method, _ in job.methods})
+    notes += [f"{name} is no longer configured: its state is dropped." for name in dropped]
+    return notes
+
+
+def _check_micro_batches(spec: RunSpec, model: nn.Module) -> None:
+    memory = spec.training_params.memory
+    if memory.micro_batch == "none" or memory.allow_inexact or memory.micro_batch >= spec.training_params.batch_size:
+        return
+    norms = [name for name, part in model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        raise ConfigError(
+            f"training_params.memory.micro_batch={memory.micro_batch} with BatchNorm ({norms[0]}): its statistics would depend on "
+            "the micro-batch, so other weights would be learned. Set training_params.memory.allow_inexact: true to accept that, "
+            "or leave micro_batch out."
+        )

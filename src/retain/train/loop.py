@@ -1,0 +1,570 @@
+"""The loop: for each task of the stream that the lineage does not have, learn, measure, consolidate, save.
+
+Nothing here names a method; a technique that needs an edit in this file needs another seam.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from retain.data.batches import TaskBatches, steps_per_epoch
+from retain.data.scenarios import build_stream
+from retain.data.task import Rows, Stream, Task
+from retain.errors import ConfigError, DataError, RunError, Stopped
+from retain.memory.meter import peak_bytes, reset_peak, resolve_device
+from retain.memory.optimizer import lr_factor, set_lr_, step_sizes
+from retain.models.heads import resolve_head
+from retain.params import check_finite, derive, nbytes
+from retain.seams import StepContext
+from retain.spec import RunSpec, differences
+from retain.step import Job, train_step
+from retain.train.evaluate import measure
+from retain.train.job import FILES, grow_job, job_files, make_job, restore_job
+from retain.train.lineage import (
+    SCHEMA,
+    Damaged,
+    RunDirectory,
+    disk_errors,
+    has_file,
+    load_checkpoint,
+    opened,
+    remove_directory,
+    save_checkpoint,
+    write_file,
+)
+from retain.train.summary import summarize, to_json, versions
+
+Listener = Callable[[str, dict[str, Any]], None]
+"""Hears what happens: `listener(kind, values)`, kind being stream, task, progress, evaluated, note or done."""
+
+TICK_SECONDS = 0.2
+MAY_CHANGE_WITHIN_TASK = ("checkpoint.", "budget.", "stream.", "training_params.device", "training_params.eval_batch_size")
+"""Keys with which a checkpoint within a task still goes on; the data has its own fingerprint."""
+
+
+@dataclass
+class Progress:
+    """Where a task stands, as its checkpoints keep it."""
+
+    step: int = 0
+    skipped: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    before: dict[str, float | None] | None = None
+    at_init: dict[str, dict[str, float | None]] | None = None
+
+
+@dataclass
+class Training:
+    """A run under way: what it was told, where it is kept, and the job that its steps change."""
+
+    spec: RunSpec
+    stream: Stream
+    run: RunDirectory
+    job: Job
+    identity: dict[str, Any]
+    listener: Listener
+    stop: StopRequest
+
+    @property
+    def number(self) -> int:
+        """Tasks learned so far."""
+        return len(self.run.learned)
+
+    @property
+    def head(self) -> str:
+        """Kind of the model's head."""
+        return resolve_head(self.spec, self.stream)
+
+    def note(self, text: str) -> None:
+        """Tell the user, and the run's events."""
+        self.run.log("note", text=text)
+        self.listener("note", {"text": text})
+
+
+class StopRequest:
+    """Which signal asked the run to stop, if any."""
+
+    signal: int | None = None
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: Listener | None = None) -> dict[str, Any]:
+    """Learn the tasks of the stream that the run does not have yet.
+
+    Args:
+        spec: the run's description.
+        path: its directory; created when it does not exist.
+        stream: tasks made in Python; default: what `spec.stream` describes.
+        listener: hears progress.
+
+    Returns:
+        The summary, as in `summary.json`.
+
+    Raises:
+        ConfigError: the spec, the data and the run directory do not go together.
+        RunError: the directory cannot be used, the disk is full, or training diverged.
+        Stopped: after SIGTERM or SIGINT; a checkpoint was saved and the same call goes on from it.
+    """
+    listener = listener or (lambda kind, values: None)
+    device = resolve_device(spec.training_params.device)
+    if stream is None and not path.exists():
+        stream = build_stream(spec)  # data that cannot be used leaves no directory behind
+    with opened(path) as run, disk_errors(path), _stop_signals() as stop:
+        latest = run.latest()
+        prior = None if latest is None else load_checkpoint(run.task_path(latest), ["state.json"])["state.json"]
+        if stream is None:
+            stream = build_stream(spec, prior["frozen"] if prior else None)
+        identity = identity_of(spec, stream)
+        _check_identity(path, identity, prior)
+        for text in (*run.notes, *stream.notes):
+            listener("note", {"text": text})
+        pending = _pending(stream, run, listener)
+        listener("stream", {"stream": stream, "pending": pending, "learned": run.learned, "steps": total_steps(spec, pending)})
+        if pending:
+            job = make_job(spec, stream, device, prior["sizes"] if prior else [])
+            training = Training(spec, stream, run, job, identity, listener, stop)
+            if prior:
+                files = load_checkpoint(run.task_path(prior["record"]["number"]), FILES)
+                for text in restore_job(job, files, prior):
+                    training.note(text)
+                _log_changes(training, prior)
+            _learn_all(training, pending)
+        summary = summarize(spec, run.learned)
+        write_file(path / "summary.json", to_json(summary))
+        listener("done", {"summary": summary})
+        return summary
+
+
+def look(spec: RunSpec, path: Path) -> dict[str, Any]:
+    """What `train` would do, without writing anything: the resolved spec, the tasks, their rows and steps."""
+    run, prior = RunDirectory(path), None
+    if path.exists():
+        run.read_records(repair=False)
+        if (latest := run.latest()) is not None:
+            prior = load_checkpoint(run.task_path(latest), ["state.json"])["state.json"]
+    stream = build_stream(spec, prior["frozen"] if prior else None)
+    _check_identity(path, identity_of(spec, stream), prior)
+    make_job(spec, stream, resolve_device(spec.training_params.device), prior["sizes"] if prior else [])
+    notes = list(stream.notes)
+    pending = _pending(stream, run, lambda kind, values: notes.append(values["text"]))
+    tasks = [
+        {
+            "task": task.name,
+            "train": len(task.train),
+            "validation": len(task.validation),
+            "test": len(task.test),
+            "steps": task_steps(spec, task),
+            "state": "to learn" if task in pending else "learned",
+        }
+        for task in stream.tasks
+    ]
+    return {
+        "schema": SCHEMA,
+        "spec": spec.model_dump(mode="json", exclude_none=True),
+        "scenario": stream.scenario,
+        "head": resolve_head(spec, stream),
+        "classes": list(stream.classes),
+        "tasks": tasks,
+        "steps": total_steps(spec, pending),
+        "notes": notes,
+    }
+
+
+def _learn_all(training: Training, pending: list[Task]) -> None:
+    reset_peak(training.job.device)
+    undos = [method.apply_(training.job.model, state) for method, state in training.job.methods if method.apply_ is not None]
+    try:
+        for task in pending:
+            _learn(training, task)
+            if training.stop.signal is not None:
+                raise Stopped(training.stop.signal, f"Stopped after task {task.name}; the same command goes on with the next one.")
+    finally:
+        for undo in reversed(undos):
+            undo()
+
+
+def total_steps(spec: RunSpec, tasks: list[Task]) -> int:
+    """Optimizer steps of all these tasks."""
+    return sum(task_steps(spec, task) for task in tasks)
+
+
+def task_steps(spec: RunSpec, task: Task) -> int:
+    """Optimizer steps of one task."""
+    training = spec.training_params
+    steps = training.epochs * steps_per_epoch(len(task.train), training.batch_size)
+    return steps if training.max_steps is None else min(steps, training.max_steps)
+
+
+# --- one task ---------------------------------------------------------------------------------------------------------
+
+
+def _learn(training: Training, task: Task) -> None:
+    """Learn one task from where its last checkpoint stands, and keep it."""
+    run, number = training.run, training.number
+    progress = _resume(training, task)
+    if progress is None:
+        progress = _begin(training, task)
+    _check_disk(training, task)
+    batches = _batches(training, number, task.train, task.classes)
+    _run_steps(training, task, batches, progress)
+    if (name := check_finite(training.job.model.state_dict())) is not None:
+        raise _diverged(task, name)
+
+    row = _measure_all(training, task)
+    peak = peak_bytes(training.job.device)
+    training.listener("evaluated", {"number": number, "task": task, "row": row, "peak": peak})
+    began = time.monotonic()
+    _consolidate(training, task, batches)
+    progress.seconds += time.monotonic() - began
+
+    files, state = job_files(training.job)
+    record = _record(training, task, progress, row)
+    content: dict[str, Any] = {**files, "state.json": _state(training, state, record), "spec.yaml": _spec_yaml(training.spec)}
+    if training.spec.stream.keep_eval:
+        content["eval.safetensors"] = task.test.tensors()
+    run.add_task(record, content)
+    run.drop_partials()
+    if training.spec.checkpoint.keep_tasks != "all":
+        run.prune_tasks(training.spec.checkpoint.keep_tasks)
+    run.log("learned", task=task.name, number=number)
+
+
+def _begin(training: Training, task: Task) -> Progress:
+    """The task's start: what the model can do before, a head for it, and the methods' preparations."""
+    number, progress = training.number, Progress()
+    if training.head == "single":
+        if number == 0:
+            tasks = enumerate(training.stream.tasks)
+            progress.at_init = {each.name: _measure(training, k, each.test, each.classes) for k, each in tasks}
+        else:
+            progress.before = _measure(training, number, task.test, task.classes)
+    outputs = len(task.classes) if training.head == "per-task" else len(_seen(training, task))
+    grow_job(training.job, training.spec, outputs, number)
+    ctx = _context(training, task)
+    for method, state in training.job.methods:
+        if method.begin_task is not None:
+            method.begin_task(ctx, state)
+    training.run.log("task", task=task.name, number=number, rows=len(task.train))
+    return progress
+
+
+def _run_steps(training: Training, task: Task, batches: TaskBatches, progress: Progress) -> None:
+    """The optimizer steps that are left, with checkpoints."""
+    job, spec, stop = training.job, training.spec.training_params, training.stop
+    every_seconds, every_steps = training.spec.checkpoint.every_seconds, training.spec.checkpoint.every_steps
+    steps, first, carried = task_steps(training.spec, task), progress.step, progress.seconds
+    training.listener("task", {"number": training.number, "task": task, "steps": steps, "step": first})
+    base = _context(training, task)
+    uses_sizes = any(method.project_ is not None for method, _ in job.methods)
+    job.model.train()
+    began = saved = time.monotonic()
+    next_tick = began + TICK_SECONDS
+    for step in range(first, steps):
+        set_lr_(job.optimizer, lr_factor(spec.schedule, step, steps))
+        ctx = base._replace(step=step, key=derive("step", spec.seed, base.task, step))
+        sizes = step_sizes(job.optimizer, job.params) if uses_sizes else None
+        result = train_step(job, batches.at(step).to(job.device), ctx, sizes)
+        progress.step = step + 1
+        progress.rows += result.rows
+        progress.skipped += result.skipped
+        now = time.monotonic()
+        asked = stop.signal is not None
+        due = asked or now - saved >= every_seconds or (every_steps is not None and progress.step % every_steps == 0)
+        if due or now >= next_tick:
+            loss = result.loss.item()
+            if not math.isfinite(loss) and not result.skipped:
+                raise _diverged(task, check_finite(job.model.state_dict()) or "the loss")
+            rate = (now - began) / (progress.step - first)
+            heard = {"step": progress.step, "steps": steps, "loss": loss, "seconds_per_step": rate}
+            training.listener("progress", {**heard, "peak": peak_bytes(job.device)})
+            next_tick = now + TICK_SECONDS
+        if due:
+            progress.seconds = carried + now - began
+            _save_partial(training, task, progress)
+            saved = time.monotonic()
+        if asked:
+            text = f"Stopped in task {task.name} after step {progress.step} of {steps}; the same command goes on from there."
+            raise Stopped(int(stop.signal or 0), text)
+    progress.seconds = carried + time.monotonic() - began
+
+
+def _measure_all(training: Training, task: Task) -> dict[str, list[float | None]]:
+    """Every metric on every task learned so far and on this one."""
+    current = {each.name: each for each in training.stream.tasks}
+    measured = []
+    for record in training.run.learned:
+        name = record["task"]
+        if name in current and current[name].test.fingerprint() == record["test_fingerprint"]:
+            rows = current[name].test
+        elif has_file(path := training.run.task_path(record["number"]), "eval.safetensors"):
+            rows = Rows.from_tensors(load_checkpoint(path, ["eval.safetensors"])["eval.safetensors"])
+        else:
+            rows = current[name].test
+        measured.append(_measure(training, record["number"], rows, record["classes"]))
+    measured.append(_measure(training, training.number, task.test, task.classes))
+    return {metric: [values[metric] for values in measured] for metric in _metrics(training.spec)}
+
+
+def _measure(training: Training, number: int, rows: Rows, classes: Any) -> dict[str, float | None]:
+    batch_size = training.spec.training_params.eval_batch_size
+    return measure(training.job, _batches(training, number, rows, classes), _metrics(training.spec), batch_size)
+
+
+def _consolidate(training: Training, task: Task, batches: TaskBatches) -> None:
+    """Let the methods keep what they need of the task: once per batch of its rows, then once."""
+    job, spec = training.job, training.spec.training_params
+    base = _context(training, task)._replace(step=task_steps(training.spec, task))
+    if any(method.consolidate_batch is not None for method, _ in job.methods):
+        for position, batch in enumerate(batches.in_order(spec.batch_size)):
+            key = derive("consolidate", spec.seed, base.task, position)
+            ctx = base._replace(batch=batch.to(job.device), key=key)
+            for method, state in job.methods:
+                if method.consolidate_batch is not None:
+                    method.consolidate_batch(ctx, state)
+    ctx = base._replace(key=derive("consolidate", spec.seed, base.task))
+    for method, state in job.methods:
+        if method.consolidate is not None:
+            method.consolidate(ctx, state)
+
+
+def _context(training: Training, task: Task) -> StepContext:
+    """What the seams may read, before a batch is there."""
+    job, seen = training.job, _seen(training, task)
+    owner = next(((method, state) for method, state in job.methods if method.sample is not None), None)
+    sample = None if owner is None else lambda rows, key: owner[0].sample(owner[1], rows, key)  # type: ignore[misc]
+    return StepContext(
+        model=job.model,
+        params=job.params,
+        objective=job.objective,
+        task=training.number,
+        classes=len(seen),
+        new_classes=len(seen) - len(_seen(training)),
+        autocast=job.precision.autocast,
+        sample=sample,
+    )
+
+
+def _seen(training: Training, task: Task | None = None) -> set[int]:
+    """Ids of the classes of all learned tasks, and of this one."""
+    seen = {c for record in training.run.learned for c in record["classes"]}
+    return seen if task is None else seen | set(task.classes)
+
+
+def _batches(training: Training, number: int, rows: Rows, classes: Any) -> TaskBatches:
+    per_task = training.head == "per-task"
+    local = torch.tensor(list(classes)) if training.stream.scenario == "task-incremental" else None
+    spec = training.spec.training_params
+    return TaskBatches(rows, spec.batch_size, seed=spec.seed, task=number, with_task=per_task, classes=local)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _save_partial(training: Training, task: Task, progress: Progress) -> None:
+    files, state = job_files(training.job)
+    extra = {
+        "task": task.name,
+        "fingerprint": task.fingerprint(),
+        "progress": dataclasses.asdict(progress),
+        "events_bytes": training.run.events_size(),
+    }
+    name = f"{training.number:04d}-{progress.step:09d}"
+    save_checkpoint(training.run.path / "partial" / name, {**files, "state.json": _state(training, state, extra)})
+    training.run.drop_partials(keep=training.spec.checkpoint.keep)
+
+
+def _resume(training: Training, task: Task) -> Progress | None:
+    """Go on from the newest checkpoint of this task that is whole and fits; None to start it from its beginning."""
+    run = training.run
+    for path in run.partials():
+        try:
+            found = load_checkpoint(path, [*FILES, "state.json"])
+        except Damaged as error:
+            training.note(f"A checkpoint within a task is not used: {error}")
+            continue
+        state = found["state.json"]
+        mine = state["record"]
+        if path.name.split("-")[0] != f"{training.number:04d}" or mine["task"] != task.name:
+            continue
+        changed = differences(state["spec"], training.spec.to_values())
+        changed = {key: pair for key, pair in changed.items() if not key.startswith(MAY_CHANGE_WITHIN_TASK)}
+        if changed or mine["fingerprint"] != task.fingerprint() or state["identity"] != training.identity:
+            why = ", ".join(changed) or "its rows"
+            training.note(f"Task {task.name} starts again from its beginning: {why} changed since its last checkpoint.")
+            break
+        training.job = make_job(training.spec, training.stream, training.job.device, state["sizes"])
+        restore_job(training.job, found, state)
+        progress = Progress(**mine["progress"])
+        run.cut_events(mine["events_bytes"])
+        training.note(f"Going on in task {task.name} after step {progress.step}.")
+        return progress
+    for path in run.partials():
+        remove_directory(path)
+    return None
+
+
+def _state(training: Training, state: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """`state.json`: what the tensors of a checkpoint do not say."""
+    return {
+        "schema": SCHEMA,
+        "record": record,
+        "identity": training.identity,
+        "scenario": training.stream.scenario,
+        "frozen": {**training.stream.frozen, "classes": list(training.stream.classes)},
+        "spec": training.spec.to_values(),
+        **state,
+    }
+
+
+def _record(training: Training, task: Task, progress: Progress, row: dict[str, Any]) -> dict[str, Any]:
+    """The task's line in the lineage."""
+    measured, measured_by = peak_bytes(training.job.device)
+    return {
+        "schema": SCHEMA,
+        "number": training.number,
+        "task": task.name,
+        "status": "learned",
+        "fingerprint": task.fingerprint(),
+        "test_fingerprint": task.test.fingerprint(),
+        "classes": list(task.classes),
+        "class_names": [training.stream.classes[c] for c in task.classes],
+        "rows": {"train": len(task.train), "validation": len(task.validation), "test": len(task.test)},
+        "steps": progress.step,
+        "skipped_steps": progress.skipped,
+        "trained_rows": progress.rows,
+        "seconds": round(progress.seconds, 3),
+        "row": row,
+        "before": progress.before,
+        "at_init": progress.at_init,
+        "memory": {"device": str(training.job.device), "peak_bytes": measured, "measured_by": measured_by},
+        "state_bytes": {method.name: method.nbytes(state) for method, state in training.job.methods},
+        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+    }
+
+
+def _log_changes(training: Training, prior: dict[str, Any]) -> None:
+    """Keys of the configuration that differ from the last task's."""
+    changes = differences(prior["spec"], training.spec.to_values())
+    if changes:
+        training.run.log("configuration", changes={key: list(pair) for key, pair in changes.items()})
+        said = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in changes.items())
+        training.listener("note", {"text": f"The configuration differs from the last task's: {said}"})
+
+
+# --- checks before time is spent --------------------------------------------------------------------------------------
+
+
+def identity_of(spec: RunSpec, stream: Stream) -> dict[str, Any]:
+    """What must stay the same for one run to go on: model, inputs, label and metric."""
+    model = spec.model.model_dump(mode="json", exclude_none=True, exclude={"weights", "head"})
+    return {
+        "model": model,
+        "head": "per-task" if resolve_head(spec, stream) == "per-task" else "shared",
+        "input": {"kind": stream.kind, "shape": list(stream.shape)},
+        "features": list(stream.features),
+        "label": spec.stream.label,
+        "metric": spec.stream.metric,
+    }
+
+
+def _check_identity(path: Path, identity: dict[str, Any], prior: dict[str, Any] | None) -> None:
+    if prior is None or prior["identity"] == identity:
+        return
+    changes = differences(prior["identity"], identity)
+    said = "; ".join(f"{key} was {_short(old)}, is {_short(new)}" for key, (old, new) in changes.items())
+    raise ConfigError(f"{path} belongs to another run: {said}. Give --run another directory, or put the setting back.")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _pending(stream: Stream, run: RunDirectory, listener: Listener) -> list[Task]:
+    """Tasks that are not learned; speaks of learned ones that are gone or have changed."""
+    learned = {record["task"]: record for record in run.learned}
+    current = {task.name: task for task in stream.tasks}
+    for name, record in learned.items():
+        kept = has_file(run.task_path(record["number"]), "eval.safetensors")
+        if name not in current and not kept:
+            raise DataError(
+                f"Task {name!r} was learned by this run and is no longer in the stream, and its evaluation rows were not kept "
+                "(stream.keep_eval: false), so it cannot be measured. Put its data back, or start a new run."
+            )
+        if name not in current:
+            listener("note", {"text": f"Task {name} is no longer in the stream; it is measured on the rows kept in the run."})
+        elif current[name].fingerprint() != record["fingerprint"]:
+            rows = "the rows kept in the run" if kept else "the rows that the stream has now"
+            listener("note", {"text": f"Task {name} has other rows now than when it was learned; it is measured on {rows}."})
+    return [task for task in stream.tasks if task.name not in learned]
+
+
+def _check_disk(training: Training, task: Task) -> None:
+    """Refuse to start a task whose checkpoints would not fit on the disk."""
+    job = training.job
+    model = nbytes(job.model.state_dict().values())
+    methods = sum(method.nbytes(state) for method, state in job.methods)
+    checkpoint = 3 * model + methods  # weights and at most two moments
+    needed = checkpoint * 2 + nbytes(task.test.tensors().values())
+    free = shutil.disk_usage(training.run.path).free
+    if free < needed:
+        raise RunError(
+            f"{training.run.path}: {free:,} bytes are free, and task {task.name} needs about {needed:,} for its checkpoints. "
+            "Free space, give --run another disk, or set checkpoint.keep_tasks: 1."
+        )
+
+
+def _diverged(task: Task, name: str) -> RunError:
+    return RunError(
+        f"Training diverged in task {task.name}: {name} is not finite. Nothing of this task was saved over good weights. "
+        "Lower the learning rate, set training_params.max_norm: 1.0, or check the inputs' range."
+    )
+
+
+def _metrics(spec: RunSpec) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([spec.stream.metric, "accuracy", "loss"]))
+
+
+def _spec_yaml(spec: RunSpec) -> str:
+    return yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False, allow_unicode=True)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[StopRequest]:
+    """While open, SIGTERM and SIGINT ask the run to stop after the step; a second one stops it at once."""
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before: Mapping[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def ask(number: int, frame: Any) -> None:
+        stop.signal = number
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,40 @@
+"""What several tests need: runs that are killed, and the weights of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from torch import Tensor
+
+from retain.train import loop
+from retain.train.lineage import load_checkpoint
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing handles it."""
+
+
+@contextmanager
+def killed_after(steps: int) -> Iterator[None]:
+    """Die after this many optimizer steps, before anything of the next one is done."""
+    done = 0
+
+    def step(*args, **kwargs):
+        nonlocal done
+        if done == steps:
+            raise Killed
+        done += 1
+        return real(*args, **kwargs)
+
+    real = loop.train_step
+    with mock.patch.object(loop, "train_step", step):
+        yield
+
+
+def weights_of(run: Path) -> dict[str, Tensor]:
+    """The weights of a run's last task."""
+    last = max((run / "tasks").glob("[0-9]*"))
+    return load_checkpoint(last, ["model.safetensors"])["model.safetensors"]

@@ -1,0 +1,150 @@
+"""Killed at any moment, the same command ends with the weights of an undisturbed run, bit by bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+
+from retain.errors import Stopped
+from retain.spec import RunSpec
+from retain.train import loop
+from tests.kit import Killed, weights_of
+
+CONFIG = {
+    "stream": {"random": {"input": "vector", "shape": [6], "classes": 4, "samples": 40, "tasks": 2}, "split": {"by": "none"}},
+    "model": {"mlp": {"hidden": [8], "dropout": 0.2}},
+    "training_params": {
+        "batch_size": 8,
+        "epochs": 2,
+        "precision": "amp_fp16",
+        "optimizer": "Adam(lr=1e-2)",
+        "schedule": "cosine",
+        "regularization": {"replay_ratio": 0.5, "replay_capacity": 16},
+    },
+    "checkpoint": {"every_steps": 3, "keep": 2},
+}
+
+
+def train(path, config=CONFIG):
+    return loop.train(RunSpec.parse(config), path)
+
+
+def same(run, other):
+    first, second = weights_of(run), weights_of(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(path)
+    return path
+
+
+def moments(points: list[str], at: int | None):
+    """Patches that record every write to the disk and die at one of them, before or after it has happened."""
+
+    def around(where, name):
+        real = getattr(where, name)
+
+        def call(*args, **kwargs):
+            for moment in ("before", "after"):
+                points.append(f"{moment} {name}")
+                if at is not None and len(points) == at:
+                    raise Killed
+                if moment == "before":
+                    result = real(*args, **kwargs)
+            return result
+
+        return mock.patch.object(where, name, call)
+
+    return [around(os, "fsync"), around(os, "replace"), around(Path, "rename"), around(shutil, "rmtree"), around(Path, "unlink")]
+
+
+def run_with(patches, path):
+    for patch in patches:
+        patch.start()
+    try:
+        train(path)
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def test_killed_at_every_write(tmp_path, undisturbed):
+    points: list[str] = []
+    run_with(moments(points, None), tmp_path / "count")
+    assert same(tmp_path / "count", undisturbed) and len(points) > 100
+    stride = 1 if os.environ.get("RETAIN_ALL") else 7
+    for at in range(1, len(points) + 1, stride):
+        path = tmp_path / str(at)
+        with pytest.raises(Killed):
+            run_with(moments([], at), path)
+        train(path)
+        assert same(path, undisturbed), (at, points[at - 1])
+        assert [json.loads(line)["status"] for line in (path / "lineage.jsonl").read_text().splitlines()] == ["learned"] * 2
+        assert not list(path.glob("*/.*")) and not list((path / "partial").glob("*"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "methods.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+def test_a_damaged_checkpoint_within_a_task_gives_way_to_the_one_before(tmp_path, undisturbed, name):
+    from tests.kit import killed_after
+
+    path = tmp_path / "run"
+    with pytest.raises(Killed), killed_after(steps=8):
+        train(path)
+    newest, older = sorted((path / "partial").iterdir(), reverse=True)
+    os.truncate(newest / name, (newest / name).stat().st_size // 2)
+    heard = []
+    loop.train(RunSpec.parse(CONFIG), path, listener=lambda kind, values: heard.append((kind, values)))
+    notes = [values["text"] for kind, values in heard if kind == "note"]
+    assert any(name in text for text in notes)
+    assert f"Going on in task {json.loads((path / 'lineage.jsonl').read_text().splitlines()[0])['task']} after step {int(older.name[5:])}." in notes
+    assert same(path, undisturbed)
+
+
+def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, undisturbed):
+    path, real = tmp_path / "run", loop.train_step
+    calls = []
+
+    def step(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **kwargs)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with mock.patch.object(loop, "train_step", step), pytest.raises(Stopped, match="after step 5 of 10") as stopped:
+        train(path)
+    assert stopped.value.exit_code == 143 and len(calls) == 5 and signal.getsignal(signal.SIGTERM) == before
+    assert [each.name for each in (path / "partial").iterdir()].count("0000-000000005") == 1
+    train(path)
+    assert same(path, undisturbed)
+
+
+@pytest.mark.timeout(240)
+def test_kill_9_of_the_command(tmp_path, undisturbed):
+    """Real processes; `benchmarks/kill.py` does this twenty times."""
+    config = tmp_path / "retain.yaml"
+    config.write_text(yaml.safe_dump(CONFIG))
+    path = tmp_path / "run"
+    command = [sys.executable, "-m", "retain", "train", str(config), "--run", str(path)]
+    for files in (1, 3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while len(list(path.glob("*/*/manifest.json"))) < files and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        process.kill()
+        process.wait()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert same(path, undisturbed)
