@@ -1,6 +1,6 @@
 """Time and memory of the replay buffer: microseconds for 32 rows of 64 float32 and an int64 label, one thread.
 
-    PYTHONPATH=src python benchmarks/buffer.py [--json] [--sizes 200 2000] [--repeats 2000]
+PYTHONPATH=src python benchmarks/buffer.py [--json] [--sizes 200 2000] [--repeats 2000]
 """
 
 from __future__ import annotations

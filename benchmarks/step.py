@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from retain.spec import RunSpec
-from retain.train import loop
+from retain.training import loop
 
 BARS = {"framework, S batch 32": 1.15, "replay of 32 from 200 stored, S batch 32": 1.5}
 ROWS, STEPS, ROUNDS = 6400, 1000, 7

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from retain.data.scenarios import build_stream
+from retain.forgetting.metrics import score
 
 from retain.api import load
-from retain.data.scenarios import build_stream
 from retain.data.task import Rows, Stream, Task
-from retain.forgetting.metrics import score
 from retain.spec import RunSpec
-from retain.train import loop
+from retain.training import loop
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = [ROOT / "examples" / name for name in ("digits.yaml", "bank.yaml", "fraud_handbook.yaml")]
@@ -57,7 +57,12 @@ def run(spec: RunSpec, kind: str, folder: Path) -> dict[str, Any]:
         last = [score(metric, found, task.test.targets.numpy()) for found, task in zip(logits, stream.tasks, strict=True)]
         return {"last": last, "average": statistics.fmean(last), "seconds": summary["seconds"]}
     values = summary["matrices"][summary["primary"]]["values"]
-    return {"last": values[-1], "learned": [row[n] for n, row in enumerate(values)], **summary["measures"], "seconds": summary["seconds"]}
+    return {
+        "last": values[-1],
+        "learned": [row[n] for n, row in enumerate(values)],
+        **summary["measures"],
+        "seconds": summary["seconds"],
+    }
 
 
 def median(found: list[dict[str, Any]], key: str) -> str:
@@ -91,7 +96,9 @@ def main() -> None:
             continue
         print(f"\n{config.name}: {spec.stream.metric}, median of {options.seeds} seeds")
         for kind in KINDS:
-            last = " ".join(f"{statistics.median(scores):.3f}" for scores in zip(*(each["last"] for each in found[kind]), strict=True))
+            last = " ".join(
+                f"{statistics.median(scores):.3f}" for scores in zip(*(each["last"] for each in found[kind]), strict=True)
+            )
             measures = " · ".join(f"{key} {median(found[kind], key)}" for key in ("average", "forgetting", "plasticity"))
             print(f"  {kind:7} final on each task: {last} · {measures} · {median(found[kind], 'seconds')} s")
 

@@ -41,4 +41,6 @@ for name, summary in (("naive: nothing stored", naive), ("replay: 200 images sto
     scores = [number(measures[key]) for key in ("average", "forgetting", "retention")]
     table.add_row(name, *scores, stored, f"{summary['seconds']:.1f} s")
 console.print(table)
-console.print(f"{time.monotonic() - began:.1f} s in all. The runs are in {RUNS}; the same command learns nothing twice.", highlight=False)
+console.print(
+    f"{time.monotonic() - began:.1f} s in all. The runs are in {RUNS}; the same command learns nothing twice.", highlight=False
+)

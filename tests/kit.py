@@ -9,8 +9,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from retain.train import loop
-from retain.train.lineage import load_checkpoint
+from retain.training import loop
+from retain.training.lineage import load_checkpoint
 
 
 class Killed(BaseException):

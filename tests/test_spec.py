@@ -35,7 +35,10 @@ def test_every_wrong_key_is_named_at_once_with_a_suggestion():
 
 def test_replay_ratio_below_zero_says_what_the_ratio_is():
     text = message(training(regularization={"replay_ratio": -0.2}))
-    assert text == "training_params.regularization.replay_ratio=-0.2 must be >= 0. It is replayed rows per new row: 0.2 adds 20 to every 100."
+    assert (
+        text
+        == "training_params.regularization.replay_ratio=-0.2 must be >= 0. It is replayed rows per new row: 0.2 adds 20 to every 100."
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,9 @@ def test_settings_go_over_the_file(tmp_path):
             RunSpec.load(path, [setting])
 
 
-@pytest.mark.parametrize(("text", "said"), [("- a\n", "mapping"), ("a: [", "not valid YAML"), ("!!python/object:os.x {}", "not valid YAML")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("- a\n", "mapping"), ("a: [", "not valid YAML"), ("!!python/object:os.x {}", "not valid YAML")]
+)
 def test_files_that_are_no_configuration(text, said, tmp_path):
     path = tmp_path / "retain.yaml"
     path.write_text(text)
@@ -184,9 +189,7 @@ def test_a_spec_is_frozen_and_a_change_is_a_new_one():
         spec.training_params.seed = 2
     changed = spec.with_values({"training_params.regularization.replay_ratio": 0.5})
     assert spec.methods == () and changed.methods[0].settings.ratio == 0.5
-    assert differences(spec.to_values(), changed.to_values()) == {
-        "training_params.regularization": (None, {"replay_ratio": 0.5})
-    }
+    assert differences(spec.to_values(), changed.to_values()) == {"training_params.regularization": (None, {"replay_ratio": 0.5})}
 
 
 def test_values_round_trip():

@@ -72,7 +72,9 @@ def test_micro_batches_in_fp32_with_sgd():
     assert torch.isclose(*losses, atol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "limit", "sizes"), [(16, 8, [8, 8]), (16, 6, [6, 6, 4]), (16, 5, [4, 4, 4, 4]), (10, 3, [3, 3, 3, 1]), (4, 9, [4])])
+@pytest.mark.parametrize(
+    ("rows", "limit", "sizes"), [(16, 8, [8, 8]), (16, 6, [6, 6, 4]), (16, 5, [4, 4, 4, 4]), (10, 3, [3, 3, 3, 1]), (4, 9, [4])]
+)
 def test_micro_batches_are_as_few_and_as_equal_as_possible(rows, limit, sizes):
     batch = next(batches(1, rows))
     parts = list(micro_batches(batch, limit))
@@ -151,7 +153,11 @@ def test_seams_run_in_their_order_once_per_step_on_raw_gradients():
 
     names = ("observe", "add_grad_", "project_grad_")
     job = make_job(
-        methods=[method(**{name: hear(name) for name in names}, project_=lambda params, state, sizes: seen.append(("project_", sizes, 0)))],
+        methods=[
+            method(
+                **{name: hear(name) for name in names}, project_=lambda params, state, sizes: seen.append(("project_", sizes, 0))
+            )
+        ],
         micro_batch=4,
         max_norm=1e-3,
         scaler=torch.amp.GradScaler("cpu", init_scale=1024.0),
@@ -166,7 +172,7 @@ def test_seams_run_in_their_order_once_per_step_on_raw_gradients():
 def test_dropout_is_a_function_of_the_key():
     first, again, other = (make_job(dropout=0.5) for _ in range(3))
     for job, key in ((first, 7), (again, 7), (other, 8)):
-        torch.rand(job is first and 3 or 5)
+        torch.rand((job is first and 3) or 5)
         train_step(job, next(batches(1)), StepContext(job.model, job.params, job.objective, key=key))
     assert torch.equal(weights(first), weights(again)) and not torch.equal(weights(first), weights(other))
 

@@ -59,9 +59,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        import importlib.metadata
+        from importlib.metadata import version
 
-        return importlib.metadata.version("retain")
+        return version("retain")
     if name not in _HOME:
         raise AttributeError(f"module 'retain' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

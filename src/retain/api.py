@@ -13,9 +13,9 @@ from retain.data.task import Stream
 from retain.errors import RunError
 from retain.models.build import build_model
 from retain.spec import RunSpec
-from retain.train import loop
-from retain.train.lineage import load_checkpoint, opened
-from retain.train.summary import summarize
+from retain.training import loop
+from retain.training.lineage import load_checkpoint, opened
+from retain.training.summary import summarize
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def train(
     stream: Stream | None = None,
     listener: loop.Listener | None = None,
 ) -> dict[str, Any]:
-    """Learn the tasks of a stream that a run does not have yet; see `retain.train.loop.train`."""
+    """Learn the tasks of a stream that a run does not have yet; see `retain.training.loop.train`."""
     return loop.train(as_spec(spec), Path(run), stream=stream, listener=listener)
 
 
@@ -81,7 +81,7 @@ def load(run: str | Path, task: int | None = None) -> Learned:
     spec = RunSpec.parse(state["spec"])
     inputs = state["identity"]["input"]
     shape = Stream((), state["frozen"]["classes"], inputs["kind"], tuple(inputs["shape"]), state["scenario"])
-    module = build_model(spec, shape, state["sizes"])
+    module = build_model(spec.with_values({"model.weights": None}), shape, state["sizes"])
     module.load_state_dict(found["model.safetensors"])
     tasks = tuple(record["task"] for record in records)
     return Learned(module.eval(), tuple(shape.classes), tasks, spec, summarize(spec, records))

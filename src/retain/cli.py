@@ -61,9 +61,11 @@ def train(
 
         from retain.report.progress import TerminalProgress
         from retain.report.tables import summary_view
-        from retain.train.loop import train as learn
+        from retain.training.loop import train as learn
 
-        progress = TerminalProgress(Console(stderr=True))
+        console = Console(stderr=True)
+        progress = TerminalProgress(console)
+        _show_log(console)
         try:
             summary = learn(spec, path, listener=progress)
         finally:
@@ -71,9 +73,9 @@ def train(
         if as_json:
             typer.echo(json.dumps(summary, ensure_ascii=False))
         else:
-            console = _console()
-            console.print(summary_view(summary))
-            console.print(f"{path / 'summary.json'}", style="dim", highlight=False)
+            table = _console()
+            table.print(summary_view(summary))
+            table.print(f"{path / 'summary.json'}", style="dim", highlight=False)
 
 
 @app.command()
@@ -103,7 +105,7 @@ def _dry_run(spec: RunSpec, path: Path, as_json: bool) -> None:
     import yaml
 
     from retain.report.tables import tasks_table
-    from retain.train.loop import look
+    from retain.training.loop import look
 
     found = look(spec, path)
     if as_json:
@@ -115,7 +117,20 @@ def _dry_run(spec: RunSpec, path: Path, as_json: bool) -> None:
     console.print(tasks_table(rows))
     for text in found["notes"]:
         console.print(f"· {text}", highlight=False, markup=False)
-    console.print(f"{found['scenario']}, head {found['head']}, {found['steps']:,} steps to go, run directory {path}", highlight=False)
+    console.print(
+        f"{found['scenario']}, head {found['head']}, {found['steps']:,} steps to go, run directory {path}", highlight=False
+    )
+
+
+def _show_log(console: Any) -> None:
+    """Print what the package logs, such as that it imports a factory's code."""
+    import logging
+
+    handler = logging.StreamHandler(console.file)
+    handler.setFormatter(logging.Formatter("· %(message)s"))
+    logger = logging.getLogger("retain")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
 
 
 def _console() -> Any:

@@ -490,7 +490,7 @@ class RunSpec(Strict):
         short = self.training_params.regularization
         if short.replay_ratio is None:
             return self.training_params.methods
-        given = {"ratio": short.replay_ratio}
+        given: dict[str, Any] = {"ratio": short.replay_ratio}
         if short.replay_capacity is not None:
             given["capacity"] = short.replay_capacity
         return (*self.training_params.methods, MethodSpec(replay=ReplaySpec(**given)))
@@ -649,7 +649,7 @@ def _finding(item: Any) -> Finding:
     value, context = item.get("input"), item.get("ctx", {})
     if item["type"] == "extra_forbidden":
         if plain in NOT_YET or (plain.startswith("training_params.methods.") and keys[-1] in METHODS_NOT_YET):
-            instead = "replay" if plain not in NOT_YET else NOT_YET[plain]
+            instead = NOT_YET.get(plain, "replay")
             remedy = f"Available here: {instead}." if instead else "Leave it out."
             return Finding("not-available", f"{path}: not available yet in this release.", "", remedy)
         fields = _fields_at(RunSpec, keys[:-1])

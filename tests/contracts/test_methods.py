@@ -10,16 +10,15 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kit import Killed, killed_after, weights_of
 
-from retain import api
 from retain.data.task import Rows, Stream, Task
 from retain.forgetting import build
 from retain.params import derive, pack, unpack_
 from retain.seams import StepContext
 from retain.spec import RunSpec
 from retain.step import CLASSIFICATION
-from retain.train import loop
-from tests.kit import Killed, killed_after, weights_of
+from retain.training import loop
 
 METHODS = {
     "naive": [],

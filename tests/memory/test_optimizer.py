@@ -89,9 +89,7 @@ def test_loaded_state_is_a_copy(text):
 @pytest.mark.parametrize("text", VARIANTS)
 def test_growth_keeps_old_rows_moments_and_trains_on(text):
     """Rows that were there before take the very steps that they would take in a head that never grew."""
-    small, grown = (
-        {"body": nn.Parameter(torch.ones(2)), **dict(head.named_parameters())} for head in (head_of(2), head_of(2))
-    )
+    small, grown = ({"body": nn.Parameter(torch.ones(2)), **dict(head.named_parameters())} for head in (head_of(2), head_of(2)))
     optimizer, other = optimizer_of(text, small), optimizer_of(text, grown)
     train(optimizer, small, range(3))
     train(other, grown, range(3))
@@ -154,9 +152,7 @@ def test_state_keeps_a_dtype_that_differs_from_the_parameter():
     params = start()
     optimizer = optimizer_of("AdamW", params)
     train(optimizer, params, range(2))
-    tensors = {
-        k: t.bfloat16() if k.endswith("exp_avg_sq") else t for k, t in optimizer_tensors(optimizer, params).items()
-    }
+    tensors = {k: t.bfloat16() if k.endswith("exp_avg_sq") else t for k, t in optimizer_tensors(optimizer, params).items()}
     again = copied(params)
     resumed = optimizer_of("AdamW", again)
     load_optimizer_(resumed, again, tensors)

@@ -127,9 +127,7 @@ def test_uint8_images_are_scaled_and_normalised_per_channel():
     x = images(3, 8, 8)
     expected = torch.stack([(x[:, c] / 255 - mean[c]) / std[c] for c in range(3)], dim=1)
     torch.testing.assert_close(model.inputs(x), expected)
-    torch.testing.assert_close(
-        model.inputs(x.float()), (x - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-    )
+    torch.testing.assert_close(model.inputs(x.float()), (x - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -283,9 +281,7 @@ def test_a_factory_that_fails_is_named(factory, name, said):
 
 def test_a_module_that_does_not_exist_is_named():
     path = list(sys.path)
-    with pytest.raises(
-        ConfigError, match=r"nowhere_at_all:make: ModuleNotFoundError: No module named 'nowhere_at_all'$"
-    ):
+    with pytest.raises(ConfigError, match=r"nowhere_at_all:make: ModuleNotFoundError: No module named 'nowhere_at_all'$"):
         build_model(spec({"factory": "nowhere_at_all:make"}), stream(), [])
     assert sys.path == path
 

@@ -286,14 +286,20 @@ def _relabel_(buffer: Buffer, places: Mapping[int, int], groups: Sequence[Group]
     known = list(buffer.classes.values())
     for slot, row in places.items():
         group, before = groups[row], owner[slot]
-        if before == group["number"]:
+        now = group["number"]
+        if before == now:
             continue
         if before >= 0:
             left, place = known[before], position[slot]
-            position[members[left["start"] + left["stored"] - 1]] = place
-            _leave(members, left, place)
-        owner[slot], position[slot] = group["number"], group["stored"]
-        _join_(buffer, members, group, slot)
+            start, last = left["start"], left["stored"] - 1
+            members[start + place] = moved = members[start + last]
+            position[moved] = place
+            left["stored"] = last
+        stored = group["stored"]
+        if stored == group["room"]:
+            _spread_(buffer)
+        members[group["start"] + stored] = slot
+        owner[slot], position[slot], group["stored"] = now, stored, stored + 1
 
 
 def _leave(members: memoryview, group: Group, place: int) -> int:
@@ -354,23 +360,26 @@ def _fitted(store: Columns, columns: Columns, capacity: int, rows: int, path: st
 
 
 def _fit(store: Any, value: Any, capacity: int, rows: int, path: str) -> Any:
+    if isinstance(value, Mapping):
+        return _fitted(store or {}, value, capacity, rows, f"{path}.")
+    if len(value) != rows:
+        raise ValueError(f"{path}: {len(value)} rows, but there are {rows} labels")
     if isinstance(value, Tensor):
         if store is None:
             store = value.new_zeros((capacity, *value.shape[1:]), device="cpu", requires_grad=False)
         _check_same(store, value, path)
-        if len(value) != rows: ...
         return store
-    first, longest = value[0], max(map(len, value))
+    longest = max(map(len, value))
     if store is None:
-        values = first.new_zeros((capacity, longest, *first.shape[1:]), device="cpu", requires_grad=False)
+        values = value[0].new_zeros((capacity, longest, *value[0].shape[1:]), device="cpu", requires_grad=False)
         store = {VALUES: values, LENGTHS: torch.zeros(capacity, dtype=torch.int32)}
-    elif longest > store[VALUES].shape[1]:
+    for item in value:
+        _check_same(store[VALUES][0], item, path)
+    if longest > store[VALUES].shape[1]:
         narrow = store[VALUES]
         wide = narrow.new_zeros((capacity, longest, *narrow.shape[2:]))
         wide[:, : narrow.shape[1]] = narrow
         store = {VALUES: wide, LENGTHS: store[LENGTHS]}
-    for item in value:
-        _check_same(store[VALUES][0], item, path)
     return store
 
 

@@ -77,9 +77,7 @@ def optimizer_tensors(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) 
     names: dict[Tensor, str] = {param: name for name, param in params.items()}
     strangers = sum(param not in names for param, entries in optimizer.state.items() if entries)
     if strangers:
-        raise ValueError(
-            f"the optimizer has state of {strangers} parameters not given here: take it before the head grows"
-        )
+        raise ValueError(f"the optimizer has state of {strangers} parameters not given here: take it before the head grows")
     return {
         f"{names[param]}/{key}": torch.as_tensor(value)
         for param, entries in optimizer.state.items()

@@ -128,9 +128,7 @@ def _body(model: ModelSpec, stream: Stream, classes: int) -> tuple[nn.Module, in
     if model.factory is not None:
         return _from_factory(model.factory, stream, classes)
     if stream.kind not in ("vector", "image"):
-        raise ConfigError(
-            f"mlp and cnn take vectors or images; for {stream.kind} set model.factory: package.module:function."
-        )
+        raise ConfigError(f"mlp and cnn take vectors or images; for {stream.kind} set model.factory: package.module:function.")
     if model.cnn is None and (model.mlp is not None or stream.kind == "vector"):
         return _mlp(model.mlp or MlpSpec(), stream.shape)
     if stream.kind == "vector" or len(stream.shape) != 3:

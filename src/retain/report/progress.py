@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from retain.forgetting.metrics import retention_of_row
 from retain.report.tables import duration, size
@@ -24,7 +24,8 @@ class TerminalProgress:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar: Progress | None = None
-        self.total = self.left = self.tasks = self.known = self.bar_task = 0
+        self.bar_task = TaskID(0)
+        self.left = self.tasks = self.known = 0
         self.metric, self.retention, self.name = "", "", ""
         self.first_scores: list[float | None] = []
         self.began = time.monotonic()
@@ -48,7 +49,13 @@ class TerminalProgress:
         state = f"{len(learned)} of {self.tasks} tasks learned" if learned else f"{self.tasks} tasks"
         self.console.print(f"{state}, {stream.scenario}, {len(stream.classes)} classes, {steps:,} steps to go", highlight=False)
         if pending and self.console.is_terminal:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[state]}"),
+            )
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.bar_task = self.bar.add_task("", total=steps, state="")
             self.bar.start()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from retain.errors import RunError
-from retain.train import lineage
-from retain.train.lineage import Damaged, load_checkpoint, opened, save_checkpoint
+from retain.training import lineage
+from retain.training.lineage import Damaged, load_checkpoint, opened, save_checkpoint
 
 FILES = {
     "model.safetensors": {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)},
@@ -38,7 +38,14 @@ def learned(path, tasks=3):
 
 def test_a_checkpoint_comes_back_bit_identical(tmp_path):
     tied = torch.randn(4, 4)
-    tensors = {"a": tied, "b": tied, "view": tied.T, "ids": torch.arange(5), "half": torch.randn(3).bfloat16(), "none": torch.empty(0, 3)}
+    tensors = {
+        "a": tied,
+        "b": tied,
+        "view": tied.T,
+        "ids": torch.arange(5),
+        "half": torch.randn(3).bfloat16(),
+        "none": torch.empty(0, 3),
+    }
     save_checkpoint(tmp_path / "c", {"model.safetensors": tensors, "state.json": {"x": [1, None, "ü"]}, "spec.yaml": "a: 1\n"})
     found = load_checkpoint(tmp_path / "c", ["model.safetensors", "state.json", "spec.yaml"])
     for name, tensor in tensors.items():
@@ -72,7 +79,9 @@ def test_tasks_are_counted_and_the_last_one_is_promoted(tmp_path):
         assert [each["task"] for each in run.learned] == ["t0", "t1", "t2"] and run.latest() == 2 and not run.notes
 
 
-@pytest.mark.parametrize("content", [None, "", '{"number": 0, "sta', "[1]\n", "\x00\x00\n", '{"number": 0, "status": "learned"}\n{"num'])
+@pytest.mark.parametrize(
+    "content", [None, "", '{"number": 0, "sta', "[1]\n", "\x00\x00\n", '{"number": 0, "status": "learned"}\n{"num']
+)
 def test_a_damaged_lineage_is_rebuilt_from_the_tasks(tmp_path, content):
     path = learned(tmp_path / "run") / "lineage.jsonl"
     path.unlink() if content is None else path.write_text(content)
@@ -132,7 +141,7 @@ def test_events_after_a_checkpoint_are_forgotten_and_cut_lines_too(tmp_path):
 
 
 def test_a_second_process_is_kept_out(tmp_path):
-    code = "import sys; from pathlib import Path; from retain.train.lineage import opened\nwith opened(Path(sys.argv[1])): pass"
+    code = "import sys; from pathlib import Path; from retain.training.lineage import opened\nwith opened(Path(sys.argv[1])): pass"
     with opened(tmp_path / "run"):
         second = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True)
     assert second.returncode == 1 and "in use by another process" in second.stderr

@@ -13,7 +13,7 @@ import torch
 
 from retain.forgetting import metrics
 from retain.spec import RunSpec
-from retain.train.evaluate import matrix
+from retain.training.evaluate import matrix
 
 SCHEMA = 1
 

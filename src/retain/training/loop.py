@@ -32,9 +32,9 @@ from retain.params import check_finite, derive, nbytes
 from retain.seams import StepContext
 from retain.spec import RunSpec, differences
 from retain.step import Job, train_step
-from retain.train.evaluate import measure
-from retain.train.job import FILES, grow_job, job_files, make_job, restore_job
-from retain.train.lineage import (
+from retain.training.evaluate import measure
+from retain.training.job import FILES, grow_job, job_files, make_job, restore_job
+from retain.training.lineage import (
     SCHEMA,
     Damaged,
     RunDirectory,
@@ -46,7 +46,7 @@ from retain.train.lineage import (
     save_checkpoint,
     write_file,
 )
-from retain.train.summary import summarize, to_json, versions
+from retain.training.summary import summarize, to_json, versions
 
 Listener = Callable[[str, dict[str, Any]], None]
 """Hears what happens: `listener(kind, values)`, kind being stream, task, progress, evaluated, note or done."""

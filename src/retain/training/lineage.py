@@ -267,10 +267,12 @@ def load_checkpoint(path: Path, names: Sequence[str]) -> dict[str, Any]:
     Raises:
         Damaged: a file is missing, truncated or changed; the message names it and what to do.
     """
-    manifest, found = _manifest(path), {}
+    manifest = _manifest(path)
+    found: dict[str, Any] = {}
     for name in names:
         if name not in manifest:
             raise Damaged(f"{path / name} is not kept (checkpoint.keep_tasks, stream.keep_eval).")
+        seal: dict[str, Any]
         try:
             seal = _seal(path / name)
         except OSError as error:
@@ -347,7 +349,9 @@ def _savable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu()
         pointer = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone(memory_format=torch.contiguous_format) if pointer in seen or not tensor.is_contiguous() else tensor
+        found[name] = (
+            tensor.clone(memory_format=torch.contiguous_format) if pointer in seen or not tensor.is_contiguous() else tensor
+        )
         seen.add(pointer)
     return found
 

@@ -5,14 +5,14 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.kit import weights_of
 
 from retain import api
 from retain.data.task import Rows, Stream, Task
 from retain.errors import ConfigError, DataError, RunError
 from retain.seams import Method
 from retain.spec import RunSpec
-from retain.train import loop
-from tests.kit import weights_of
+from retain.training import loop
 
 RANDOM = {"input": "vector", "shape": [6], "classes": 4, "samples": 40, "tasks": 2}
 
@@ -61,7 +61,9 @@ def test_one_more_task_is_learned_as_if_it_had_been_there_from_the_start(tmp_pat
     whole = spec(settings)
     loop.train(whole, tmp_path / "whole", stream=stream)
     for count in (1, 2, 3):
-        loop.train(whole, tmp_path / "grown", stream=Stream(stream.tasks[:count], stream.classes, "vector", (6,), "class-incremental"))
+        loop.train(
+            whole, tmp_path / "grown", stream=Stream(stream.tasks[:count], stream.classes, "vector", (6,), "class-incremental")
+        )
     first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "grown")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -111,7 +113,9 @@ def test_a_task_that_is_gone_without_its_rows_is_an_error(tmp_path):
     loop.train(forgetful, tmp_path / "run", stream=stream)
     assert not (tmp_path / "run/tasks/0000/eval.safetensors").exists()
     with pytest.raises(DataError, match=r"'t0'.*Put its data back"):
-        loop.train(forgetful, tmp_path / "run", stream=Stream(stream.tasks[1:], stream.classes, "vector", (6,), "domain-incremental"))
+        loop.train(
+            forgetful, tmp_path / "run", stream=Stream(stream.tasks[1:], stream.classes, "vector", (6,), "domain-incremental")
+        )
 
 
 def test_changed_rows_of_a_learned_task_are_said(tmp_path):
@@ -198,7 +202,7 @@ def test_the_module_seam_is_applied_while_training_and_undone_last_in_first_out(
 
         return Method(name, init=lambda params: api_state(), nbytes=lambda state: 0, allows=frozenset(), apply_=apply_)
 
-    with mock.patch("retain.train.job.build", return_value=[made("a"), made("b")]):
+    with mock.patch("retain.training.job.build", return_value=[made("a"), made("b")]):
         loop.train(spec(), tmp_path / "run")
     assert seen == ["apply a", "apply b", "undo b", "undo a"]
 

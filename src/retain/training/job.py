@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,8 @@ from retain.errors import ConfigError
 from retain.forgetting import build
 from retain.memory.optimizer import load_optimizer_, make_optimizer, optimizer_tensors
 from retain.memory.precision import load_scaler_, make_precision, scaler_state
-from retain.models.build import build_model
-from retain.models.heads import grow_
+from retain.models.build import Classifier, build_model
+from retain.models.heads import Head, grow_
 from retain.params import derive, pack, trainable, unpack_
 from retain.spec import RunSpec
 from retain.step import CLASSIFICATION, Job
@@ -35,6 +35,8 @@ def make_job(spec: RunSpec, stream: Stream, device: torch.device, sizes: list[in
         ConfigError: the parts do not go together.
     """
     training = spec.training_params
+    if sizes:  # what was learned takes the place of the weights that the run started from
+        spec = spec.with_values({"model.weights": None})
     precision = make_precision(training.precision, device)
     model = build_model(spec, stream, sizes).to(device=device, dtype=precision.dtype).train()
     params = trainable(model)
@@ -66,7 +68,7 @@ def grow_job(job: Job, spec: RunSpec, outputs: int, number: int) -> None:
     """
     training = spec.training_params
     tensors = {} if training.reset_optimizer else optimizer_tensors(job.optimizer, job.params)
-    grow_(job.model.head, outputs, derive("head", training.seed, number))
+    grow_(_head(job), outputs, derive("head", training.seed, number))
     job.model.to(device=job.device, dtype=job.precision.dtype)
     job.params = trainable(job.model)
     if not job.params:
@@ -84,7 +86,7 @@ def job_files(job: Job) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         "optimizer.safetensors": optimizer_tensors(job.optimizer, job.params),
     }
     state = {
-        "sizes": list(job.model.head.sizes),
+        "sizes": _head(job).sizes,
         "optimizer": type(job.optimizer).__name__,
         "scaler": None if job.precision.scaler is None else scaler_state(job.precision.scaler),
         "methods": {name: tree for name, (_, tree) in packed.items()},
@@ -116,6 +118,10 @@ def restore_job(job: Job, files: dict[str, dict[str, Tensor]], state: dict[str, 
     dropped = sorted(set(state["methods"]) - {method.name for method, _ in job.methods})
     notes += [f"{name} is no longer configured: its state is dropped." for name in dropped]
     return notes
+
+
+def _head(job: Job) -> Head:
+    return cast(Classifier, job.model).head
 
 
 def _check_micro_batches(spec: RunSpec, model: nn.Module) -> None:

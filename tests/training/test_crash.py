@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from tests.kit import Killed, weights_of
 
 from retain.errors import Stopped
 from retain.spec import RunSpec
-from retain.train import loop
-from tests.kit import Killed, weights_of
+from retain.training import loop
 
 CONFIG = {
     "stream": {"random": {"input": "vector", "shape": [6], "classes": 4, "samples": 40, "tasks": 2}, "split": {"by": "none"}},
@@ -95,7 +95,9 @@ def test_killed_at_every_write(tmp_path, undisturbed):
         assert not list(path.glob("*/.*")) and not list((path / "partial").glob("*"))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "methods.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "methods.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
 def test_a_damaged_checkpoint_within_a_task_gives_way_to_the_one_before(tmp_path, undisturbed, name):
     from tests.kit import killed_after
 
@@ -108,7 +110,10 @@ def test_a_damaged_checkpoint_within_a_task_gives_way_to_the_one_before(tmp_path
     loop.train(RunSpec.parse(CONFIG), path, listener=lambda kind, values: heard.append((kind, values)))
     notes = [values["text"] for kind, values in heard if kind == "note"]
     assert any(name in text for text in notes)
-    assert f"Going on in task {json.loads((path / 'lineage.jsonl').read_text().splitlines()[0])['task']} after step {int(older.name[5:])}." in notes
+    assert (
+        f"Going on in task {json.loads((path / 'lineage.jsonl').read_text().splitlines()[0])['task']} after step {int(older.name[5:])}."
+        in notes
+    )
     assert same(path, undisturbed)
 
 
