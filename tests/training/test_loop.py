@@ -143,7 +143,7 @@ def test_other_settings_may_change_and_the_change_is_logged(tmp_path):
     said, _, _ = notes(spec({"optimizer": "SGD(lr=0.1)"}), tmp_path / "run", stream=vectors([[0, 1]] * 2))
     assert any("The optimizer is SGD now" in text for text in said)
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert any("training_params.optimizer" in event.get("changes", {}) for event in events)
+    assert any(event.get("changes", {}).get("training_params.optimizer.name") == ["AdamW", "SGD"] for event in events)
 
 
 def test_a_method_added_later_starts_with_what_it_sees(tmp_path):

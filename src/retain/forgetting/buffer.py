@@ -1,11 +1,12 @@
 """A fixed number of stored rows in native dtypes, for replay.
 
-Policies: `reservoir`, algorithm R (Vitter 1985); `ring`, the oldest row is overwritten; `class-balanced`, a reservoir within
-every class, the free capacity shared evenly (max-min fair), as in Chrysakis & Moens 2020, except that a row is evicted
-uniformly from the largest class. Rows are chosen one after the other, exactly, and written in one go.
+Policies: `reservoir`, algorithm R (Vitter 1985); `ring`, the oldest row is overwritten; `class-balanced`, a reservoir
+within every class, the capacity shared as evenly as the rows seen allow (after Chrysakis & Moens 2020, whose "full" classes
+never grow again; here a class of which every row is stored grows until none is larger by two). Rows are chosen one after
+the other, exactly, and written in one go.
 
-Which slots belong to a class is known from `members`: the slots class by class, each class with some room to grow, so that a
-balanced draw or an eviction costs the same at any capacity. `class-balanced` needs nothing more; the other policies, which
+Which slots belong to a class is known from `members`: the slots class by class, each class with some room to grow, so that
+a balanced draw or an eviction costs the same at any capacity. `class-balanced` needs nothing more; the other policies, which
 overwrite a slot whatever its class, also keep each slot's class and position, and only where balanced draws are wanted.
 
 Not here: priorities, and shards of one buffer on several ranks.
@@ -28,12 +29,12 @@ Columns = Mapping[str, Any]
 """Rows by name: tensors [rows, ...], lists of tensors (one per row, lengths may differ), or dicts of these."""
 
 Group = dict[str, int]
-"""What is known of a class: its ``number``, rows ``seen`` (under ``class-balanced``) and ``stored``, and where its list of slots
-lies in `Buffer.members`: ``start`` and ``room``."""
+"""What is known of a class: its ``number``, rows ``seen`` (under ``class-balanced``) and ``stored``, and where its list of
+slots lies in `Buffer.members`: ``start`` and ``room``."""
 
 POLICIES = ("class-balanced", "reservoir", "ring")
 VALUES, LENGTHS = "*values", "*lengths"
-"""A column of variable length is stored as a padded slab, [capacity, longest, ...], and the rows' lengths, [capacity]."""
+"""A column of variable length is stored as a padded slab, [capacity, longest, ...], and its lengths, [capacity]."""
 
 
 @dataclass
@@ -105,7 +106,7 @@ def insert_(buffer: Buffer, columns: Columns, labels: Tensor, key: int) -> None:
     rows = len(labels)
     if not rows:
         return
-    buffer.columns = _fitted(buffer.columns, columns, buffer.capacity, rows)
+    buffer.columns = _fitted(buffer.columns or None, columns, buffer.capacity, rows)
     groups = _admit_(buffer, labels) if buffer.by_class else []
     places = _CHOOSE[buffer.policy](buffer, rows, groups, key)
     buffer.seen += rows
@@ -163,14 +164,14 @@ def fetch(buffer: Buffer, slots: Tensor) -> dict[str, Any]:
 def fair_share(buffer: Buffer) -> Finding | None:
     """Under ``class-balanced``, what each class keeps when `floor` rows for every class do not fit; None when they do.
 
-    No class ever keeps fewer rows than it has shown, or capacity // classes if that is less. So the floor holds by itself
-    wherever floor * classes <= capacity, and where it does not, this says which share is kept instead.
+    Every class keeps all rows that it has shown, or capacity // classes of them if that is less. So the floor holds by
+    itself wherever floor * classes <= capacity, and where it does not, this says which share is kept instead.
     """
     count = len(buffer.classes)
     if buffer.policy != "class-balanced" or buffer.floor * count <= buffer.capacity:
         return None
     share = buffer.capacity // count
-    seen = f"A replay buffer of {buffer.capacity} rows keeps {share} rows of each of {count} classes, not floor={buffer.floor}."
+    seen = f"A replay buffer of {buffer.capacity} rows keeps {share} of each of {count} classes, not floor={buffer.floor}."
     return Finding("replay-share", seen, "", f"replay capacity={buffer.floor * count} keeps the floor.")
 
 
@@ -194,7 +195,7 @@ def _ring(buffer: Buffer, rows: int, groups: Sequence[Group], key: int) -> dict[
 
 
 def _reservoir(buffer: Buffer, rows: int, groups: Sequence[Group], key: int) -> dict[int, int]:
-    """The first rows fill the slots in order; row number n, from 1, then goes to a slot drawn from the first n, if there is one."""
+    """The first rows fill the slots in order. After that, row n (from 1) draws one of n numbers: that slot, if it exists."""
     capacity, seen = buffer.capacity, buffer.seen
     slots = (_uniforms(key, rows) * np.arange(seen + 1, seen + rows + 1)).astype(np.int64).tolist()
     free = max(0, min(rows, capacity - seen))
@@ -205,8 +206,8 @@ def _reservoir(buffer: Buffer, rows: int, groups: Sequence[Group], key: int) -> 
 def _class_balanced(buffer: Buffer, rows: int, groups: Sequence[Group], key: int) -> dict[int, int]:
     """A class of which every row is stored grows while there is room or a larger class; otherwise it is a reservoir.
 
-    Numbers of stored rows depend on the labels alone, and both an eviction and a replacement are uniform within their class:
-    the rows stored of a class are a uniform sample of its rows seen.
+    Numbers of stored rows depend on the labels alone, and both an eviction and a replacement are uniform within their
+    class: the rows stored of a class are a uniform sample of its rows seen.
     """
     assert buffer.members is not None
     members, filled, places = _view(buffer.members), buffer.filled, {}
@@ -218,7 +219,7 @@ def _class_balanced(buffer: Buffer, rows: int, groups: Sequence[Group], key: int
             if filled < buffer.capacity:
                 slot, filled = filled, filled + 1
             elif (largest := max(buffer.classes.values(), key=_stored))["stored"] > stored + 1:
-                slot = _leave(members, largest, int(u * largest["stored"]))
+                slot = _leave_(members, largest, int(u * largest["stored"]))
             if slot >= 0:
                 _join_(buffer, members, group, slot)
                 places[slot] = row
@@ -248,7 +249,8 @@ def _uniforms(key: int, count: int) -> np.ndarray:
 def _admit_(buffer: Buffer, labels: Tensor) -> list[Group]:
     """The class of each row; a class that is new gets a list, and room for it."""
     if labels.ndim != 1 or labels.is_floating_point():
-        raise ValueError(f"labels of shape {tuple(labels.shape)}, {labels.dtype}: a class id for each row is needed here")
+        seen = f"labels of shape {tuple(labels.shape)}, {labels.dtype}"
+        raise ValueError(f"{seen}: a class id for each row is needed here. Use policy='reservoir' where there is none.")
     ids: list[int] = labels.tolist()
     distinct, known = set(ids), buffer.classes
     try:
@@ -263,8 +265,8 @@ def _add_classes_(buffer: Buffer, labels: Sequence[int]) -> None:
     count, capacity = len(buffer.classes) + len(labels), buffer.capacity
     if buffer.policy == "class-balanced" and count > capacity:
         raise ConfigError(
-            f"{count} classes do not fit into a class-balanced replay buffer of capacity={capacity}, which keeps at least one "
-            f"row of each. Set capacity to {count} or more, or policy: reservoir."
+            f"{count} classes do not fit into a class-balanced replay buffer of capacity={capacity}, which keeps a row of "
+            f"each at least. Set capacity to {count} or more, or policy: reservoir."
         )
     for number, label in enumerate(labels, len(buffer.classes)):
         buffer.classes[str(label)] = {"number": number, "seen": 0, "stored": 0, "start": 0, "room": 0}
@@ -302,7 +304,7 @@ def _relabel_(buffer: Buffer, places: Mapping[int, int], groups: Sequence[Group]
         owner[slot], position[slot], group["stored"] = now, stored, stored + 1
 
 
-def _leave(members: memoryview, group: Group, place: int) -> int:
+def _leave_(members: memoryview, group: Group, place: int) -> int:
     """Take the slot at a place out of a class's list; the last one takes its place."""
     start, last = group["start"], group["start"] + group["stored"] - 1
     slot = members[start + place]
@@ -348,20 +350,22 @@ def _check_filled(buffer: Buffer) -> None:
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
-def _fitted(store: Columns, columns: Columns, capacity: int, rows: int, path: str = "") -> dict[str, Any]:
+def _fitted(store: Columns | None, columns: Columns, capacity: int, rows: int, path: str = "") -> dict[str, Any]:
     """The store with room for the columns: allocated at the first insertion, slabs widened for longer rows.
 
     Raises:
         ValueError: names, dtypes, shapes or numbers of rows do not fit.
     """
-    if store and store.keys() != columns.keys():
+    if store is None:
+        store = dict.fromkeys(columns)
+    elif store.keys() != columns.keys():
         raise ValueError(f"{path or 'columns'}: the buffer stores {sorted(store)}, the rows have {sorted(columns)}")
-    return {name: _fit(store.get(name), value, capacity, rows, path + name) for name, value in columns.items()}
+    return {name: _fit(store[name], value, capacity, rows, path + name) for name, value in columns.items()}
 
 
 def _fit(store: Any, value: Any, capacity: int, rows: int, path: str) -> Any:
     if isinstance(value, Mapping):
-        return _fitted(store or {}, value, capacity, rows, f"{path}.")
+        return _fitted(store, value, capacity, rows, f"{path}.")
     if len(value) != rows:
         raise ValueError(f"{path}: {len(value)} rows, but there are {rows} labels")
     if isinstance(value, Tensor):

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from retain.forgetting.metrics import retention_of_row
 from retain.report.tables import duration, size
 from retain.report.tables import number as score
 
@@ -77,8 +76,9 @@ class TerminalProgress:
         self.left -= self.known
         metric, scores = next(iter(row.items()))
         self.first_scores.append(scores[-1])
-        kept = retention_of_row(scores, self.first_scores)
-        self.retention = "" if kept is None else f"retention {kept:.3f}"
+        kept = [now / first for now, first in zip(scores[:-1], self.first_scores, strict=False) if now is not None and first]
+        if kept and metric != "loss":
+            self.retention = f"retention {sum(kept) / len(kept):.3f}"
         said = f"task {number + 1}/{self.tasks} {task.name}: {metric} {score(scores[-1])}"
         parts = [said, self.retention, _peak(peak), duration(time.monotonic() - self.began)]
         self.console.print(escape(" · ".join(part for part in parts if part)), highlight=False)

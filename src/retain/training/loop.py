@@ -146,6 +146,7 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
                     training.note(text)
                 _log_changes(training, prior)
             _learn_all(training, pending)
+        run.drop_partials()
         summary = summarize(spec, run.learned)
         write_file(path / "summary.json", to_json(summary))
         listener("done", {"summary": summary})
@@ -403,7 +404,7 @@ def _resume(training: Training, task: Task) -> Progress | None:
         mine = state["record"]
         if path.name.split("-")[0] != f"{training.number:04d}" or mine["task"] != task.name:
             continue
-        changed = differences(state["spec"], training.spec.to_values())
+        changed = _changes(state["spec"], training.spec)
         changed = {key: pair for key, pair in changed.items() if not key.startswith(MAY_CHANGE_WITHIN_TASK)}
         if changed or mine["fingerprint"] != task.fingerprint() or state["identity"] != training.identity:
             why = ", ".join(changed) or "its rows"
@@ -462,11 +463,16 @@ def _record(training: Training, task: Task, progress: Progress, row: dict[str, A
 
 def _log_changes(training: Training, prior: dict[str, Any]) -> None:
     """Keys of the configuration that differ from the last task's."""
-    changes = differences(prior["spec"], training.spec.to_values())
+    changes = _changes(prior["spec"], training.spec)
     if changes:
         training.run.log("configuration", changes={key: list(pair) for key, pair in changes.items()})
         said = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in changes.items())
         training.listener("note", {"text": f"The configuration differs from the last task's: {said}"})
+
+
+def _changes(values: Mapping[str, Any], spec: RunSpec) -> dict[str, tuple[Any, Any]]:
+    """Keys in which a spec differs from the one of a checkpoint, defaults included."""
+    return differences(RunSpec.parse(values).model_dump(mode="json"), spec.model_dump(mode="json"))
 
 
 # --- checks before time is spent --------------------------------------------------------------------------------------

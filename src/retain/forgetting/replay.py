@@ -1,0 +1,160 @@
+"""Experience replay: stored rows of earlier tasks are mixed into every batch (Chaudhry et al. 2019, "tiny memories").
+
+The replayed rows come on top of the batch, `ratio` per new row, exact on average at any batch size: the fraction is carried
+as a function of the step, so there is nothing to save. The loss can be weighted so that every class, or every task, seen so
+far counts the same whatever the ratio. Rows enter the buffer at the end of their task; which stay is the buffer's matter.
+
+Not here: priorities, generated samples, stored logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retain.errors import ConfigError
+from retain.forgetting import buffer as store
+from retain.forgetting.buffer import Buffer
+from retain.params import derive
+from retain.seams import Batch, Column, Method, StepContext, concatenated
+from retain.spec import ReplaySpec
+
+
+@dataclass
+class ReplayState:
+    """What replay keeps.
+
+    Attributes:
+        buffer: the stored rows.
+        ratio: replayed rows per new row, now; a controller may change it at any step.
+        configured: the ratio that the configuration gave.
+    """
+
+    buffer: Buffer
+    ratio: float
+    configured: float
+
+
+def replay(settings: ReplaySpec, seed: int = 0) -> Method:
+    """Replay as a method.
+
+    Args:
+        settings: ratio, capacity, policy, draw, weighting.
+        seed: not used: every draw depends on the key of its step, which has the run's seed in it.
+
+    Example:
+        >>> method = replay(ReplaySpec(ratio=0.5, capacity=100))
+        >>> method.init({}).ratio
+        0.5
+    """
+
+    def init(params: object) -> ReplayState:
+        by_class = settings.draw == "class-balanced"
+        buffer = store.empty(settings.capacity, settings.policy, floor=settings.floor, by_class=by_class)
+        return ReplayState(buffer, settings.ratio, settings.ratio)
+
+    def sample(state: ReplayState, rows: int, key: int) -> Batch | None:
+        """Stored rows, drawn with replacement, on the CPU; None while there are none."""
+        if not state.buffer.filled:
+            return None
+        draw = store.draw_balanced if settings.draw == "class-balanced" else store.draw
+        columns = store.fetch(state.buffer, draw(state.buffer, rows, key))
+        meta = columns["meta"] | {"origin": torch.ones(rows, dtype=torch.int64)}
+        return Batch(columns["inputs"], columns["targets"], None, meta)
+
+    def mix(batch: Batch, ctx: StepContext, state: ReplayState) -> Batch:
+        """The batch with replayed rows behind its own."""
+        ratio = state.ratio
+        if ctx.task == 0 or ratio == 0 or not state.buffer.filled:
+            return batch
+        new = _per_row(batch)
+        count = replayed_rows(ratio, len(batch), ctx.step)
+        drawn = sample(state, count, derive("replay", ctx.key)) if count else None
+        if settings.weighting == "classes":
+            share = new_share(ctx)
+            new = _weighted(new, share * (1 + ratio))
+            drawn = drawn and _weighted(drawn, (1 - share) * (1 + ratio) / ratio)
+        return concatenated(new, drawn.to(batch.targets.device)) if drawn else new
+
+    def begin_task(ctx: StepContext, state: ReplayState) -> None:
+        """Follow a configuration that has changed since the state was saved, as far as a filled buffer can."""
+        _check_unchanged(settings, state.buffer)
+        state.buffer.floor = settings.floor
+        if state.configured != settings.ratio:
+            state.ratio = state.configured = settings.ratio
+
+    def consolidate_batch(ctx: StepContext, state: ReplayState) -> None:
+        """Offer the rows of a batch of the finished task to the buffer."""
+        assert ctx.batch is not None
+        batch = _per_row(ctx.batch)
+        meta = {name: value for name, value in batch.meta.items() if name != "origin"}
+        columns = {"inputs": batch.inputs, "targets": batch.targets, "meta": meta}
+        store.insert_(state.buffer, columns, meta.get("class", batch.targets), derive("insert", ctx.key))
+
+    return Method(
+        name="replay",
+        init=init,
+        nbytes=lambda state: store.nbytes(state.buffer),
+        allows=frozenset({"class-incremental", "micro-batching"}),
+        mix=mix,
+        sample=sample,
+        begin_task=begin_task,
+        consolidate_batch=consolidate_batch,
+    )
+
+
+def replayed_rows(ratio: float, new_rows: int, step: int) -> int:
+    """Rows to replay in a step: floor(ratio n (step + 1)) - floor(ratio n step), for a batch of n new rows.
+
+    Over any number of steps the sum differs from ratio * n * steps by less than one row; 1e-9 absorbs rounding.
+    """
+    return math.floor(ratio * new_rows * (step + 1) + 1e-9) - math.floor(ratio * new_rows * step + 1e-9)
+
+
+def new_share(ctx: StepContext) -> float:
+    """Share of the loss that the new rows have when every class counts the same: new classes / classes seen.
+
+    The buffer has no rows of the new classes while they are learned. Where a task brings none, all tasks count the same.
+    """
+    if ctx.new_classes > 0:
+        return ctx.new_classes / ctx.classes
+    return 1 / (ctx.task + 1)
+
+
+def _weighted(batch: Batch, weight: float) -> Batch:
+    """The batch with each row's weight times a number.
+
+    With ratio r and share s of the new rows: s (1 + r) for each of n new rows and (1 - s)(1 + r) / r for each of r n
+    replayed ones sum to n (1 + r), the number of rows, by which the loss is divided.
+    """
+    weights: Tensor = torch.full((len(batch),), weight, device=batch.targets.device)
+    return dataclasses.replace(batch, weights=weights if batch.weights is None else batch.weights * weight)
+
+
+def _per_row(batch: Batch) -> Batch:
+    """The batch with a tensor in place of each number that all rows share."""
+
+    def spread(value: Column) -> Column:
+        return torch.full((len(batch),), value, device=batch.targets.device) if isinstance(value, int) else value
+
+    inputs, meta = ({name: spread(value) for name, value in columns.items()} for columns in (batch.inputs, batch.meta))
+    return dataclasses.replace(batch, inputs=inputs, meta=meta)
+
+
+def _check_unchanged(settings: ReplaySpec, buffer: Buffer) -> None:
+    """Refuse what a buffer with rows in it cannot follow.
+
+    Raises:
+        ConfigError: capacity or policy are not the buffer's, or draws are balanced now and its classes are not known.
+    """
+    for name in ("capacity", "policy"):
+        now, before = getattr(settings, name), getattr(buffer, name)
+        if now != before:
+            seen = f"replay.{name}={now}, but this run's buffer was made with {before}."
+            raise ConfigError(f"{seen} Set it back, or start a new run.")
+    if settings.draw == "class-balanced" and not buffer.by_class:
+        raise ConfigError("replay.draw=class-balanced, but this run's buffer was made for uniform draws. Set it back.")
