@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from retain.errors import ConfigError, DataError, RetainError, RunError, Stopped
     from retain.forgetting.replay import replay
     from retain.seams import Batch, Method, Objective, StepContext
-    from retain.spec import RunSpec
+    from retain.spec import ReplaySpec, RunSpec
+    from retain.step import CLASSIFICATION
 
 _HOME = {
     "load": "retain.api",
@@ -33,15 +34,19 @@ _HOME = {
     "Method": "retain.seams",
     "Objective": "retain.seams",
     "StepContext": "retain.seams",
+    "ReplaySpec": "retain.spec",
     "RunSpec": "retain.spec",
+    "CLASSIFICATION": "retain.step",
 }
 
 __all__ = [
+    "CLASSIFICATION",
     "Batch",
     "ConfigError",
     "DataError",
     "Method",
     "Objective",
+    "ReplaySpec",
     "RetainError",
     "Rows",
     "RunError",

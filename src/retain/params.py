@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,14 +18,29 @@ def derive(*counters: int | str) -> int:
     """A 63-bit random key from counters: the same counters give the same key on every machine.
 
     Randomness without state: what is drawn in a step is a function of (seed, purpose, task, epoch, step), so that resuming,
-    retrying and resharding recompute it.
+    retrying and resharding recompute it. Words are hashed once; numbers are folded in by the finaliser of SplitMix64 (Steele et
+    al. 2014), which costs a step next to nothing.
 
     Example:
         >>> derive("rows", 0, 1) == derive("rows", 0, 1) != derive("rows", 1, 0)
         True
     """
-    digest = hashlib.blake2b(repr(counters).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    key = 0
+    for counter in counters:
+        value = counter if isinstance(counter, int) else _hashed(counter)
+        key = (key ^ value) + 0x9E3779B97F4A7C15 & _MASK
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & _MASK
+        key ^= key >> 31
+    return key >> 1
+
+
+_MASK = 2**64 - 1
+
+
+@functools.cache
+def _hashed(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
 def generator(key: int) -> torch.Generator:
@@ -52,6 +68,13 @@ def nbytes(tensors: Tensor | Iterable[Tensor]) -> int:
     tensors = [tensors] if isinstance(tensors, Tensor) else tensors
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def bytes_per_row(columns: Mapping[str, Any]) -> int:
+    """Bytes of one row of columns [rows, ...]; of a list of tensors, those of the longest."""
+    sizes = [max((len(v) for v in value), default=0) * value[0].itemsize if isinstance(value, list) else value[0].nbytes
+             for value in columns.values() if isinstance(value, (Tensor, list)) and len(value)]
+    return max(1, sum(sizes))
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> str | None:

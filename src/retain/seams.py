@@ -36,7 +36,8 @@ class Batch:
         inputs: what the model is called with, by name: ``model(**inputs)``.
         targets: labels, [rows] or [rows, tokens]; -100 marks a token that counts for nothing.
         weights: weight of each row in the loss, [rows], 1 on average over the run; None means 1 each.
-        meta: what the model never sees: ``row`` (index in its task), ``task``, ``origin`` (0 new, 1 replayed), stored logits ...
+        meta: what the model never sees: ``row`` (index in its task), ``task``, ``class`` where targets are local to the task,
+            stored logits ...
     """
 
     inputs: dict[str, Column]
@@ -60,9 +61,9 @@ class Batch:
         weights = None if self.weights is None else self.weights[start:stop]
         return Batch(_cut(self.inputs, start, stop), self.targets[start:stop], weights, _cut(self.meta, start, stop))
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The batch with every tensor on a device."""
-        if self.targets.device == torch.device(device):
+    def to(self, device: torch.device) -> Batch:
+        """The batch with every tensor on a device (named with its index)."""
+        if self.targets.device == device:
             return self
         weights = None if self.weights is None else self.weights.to(device, non_blocking=True)
         inputs, meta = _moved(self.inputs, device), _moved(self.meta, device)
@@ -88,7 +89,7 @@ def _cut(columns: Mapping[str, Column], start: int, stop: int) -> dict[str, Colu
     return {name: value if isinstance(value, int) else value[start:stop] for name, value in columns.items()}
 
 
-def _moved(columns: Mapping[str, Column], device: torch.device | str) -> dict[str, Column]:
+def _moved(columns: Mapping[str, Column], device: torch.device) -> dict[str, Column]:
     def move(value: Column) -> Column:
         if isinstance(value, list):
             return [item.to(device, non_blocking=True) for item in value]
@@ -102,8 +103,11 @@ def _joined(first: Column, second: Column, sizes: tuple[int, int]) -> Column:
         return first
     if isinstance(first, list):
         return first + second
-    parts = [torch.full((n,), v) if isinstance(v, int) else v for v, n in zip((first, second), sizes, strict=True)]
-    return torch.cat([part.to(parts[0].device) for part in parts])
+    if isinstance(first, int):
+        first = second.new_full((sizes[0],), first)
+    elif isinstance(second, int):
+        second = first.new_full((sizes[1],), second)
+    return torch.cat((first, second))
 
 
 class Objective(NamedTuple):
@@ -121,8 +125,8 @@ class StepContext(NamedTuple):
         objective: the loss.
         batch: the micro-batch (loss seam), the step's batch (other seams), None where there is none.
         outputs: the model's outputs on `batch` (loss seam only).
-        key: counter-based random key of this step; see `params.derive`.
-        step: optimizer steps done in this task.
+        key: counter-based random key of this pass over the task; what is drawn at a step derives from it and `step`.
+        step: optimizer steps done in this task; when consolidating, batches done.
         task: tasks learned before this one.
         classes: classes seen so far, this task's included.
         new_classes: classes that this task brought.

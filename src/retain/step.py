@@ -47,11 +47,17 @@ class Job:
 
 
 class StepResult(NamedTuple):
-    """What a step reports: mean loss per item (0-d tensor), rows used, and whether the scaler skipped the update."""
+    """What a step reports: the loss summed over its items (0-d tensor), items, rows, and whether the scaler skipped the update."""
 
-    loss: Tensor
+    total: Tensor
+    items: int | Tensor
     rows: int
     skipped: bool
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss per item."""
+        return self.total / self.items
 
 
 def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str, float] | None = None) -> StepResult:
@@ -69,25 +75,24 @@ def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str
     items = batch.items
     scaler, optimizer = job.precision.scaler, job.optimizer
 
-    losses = []
+    total: Tensor | None = None
     for number, micro in enumerate(micro_batches(batch, job.micro_batch)):
-        seed_dropout(derive(ctx.key, "dropout", number), job.device)
+        seed_dropout(derive(ctx.key, ctx.step, number), job.device)
         outputs = forward(job, micro)
         loss = job.objective.loss(outputs, micro)
         for method, state in job.methods:
             if method.penalty is not None:
                 loss = loss + method.penalty(ctx._replace(batch=micro, outputs=outputs), state)
-        loss = loss / items
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        losses.append(loss.detach())
+        share = _one_of(items, loss.dtype, loss.device)
+        loss.backward(share if scaler is None else scaler.scale(share))  # the gradient of loss / items
+        total = loss.detach() if total is None else total + loss.detach()
 
     if scaler is not None:
         scaler.unscale_(optimizer)
-    whole = ctx._replace(batch=batch)
     for seam in ("observe", "add_grad_", "project_grad_"):
         for method, state in job.methods:
             if (function := getattr(method, seam)) is not None:
-                function(whole, state)
+                function(ctx._replace(batch=batch), state)
     if job.max_norm is not None:
         nn.utils.clip_grad_norm_(job.params.values(), job.max_norm)
     skipped = False
@@ -101,8 +106,10 @@ def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str
         for method, state in job.methods:
             if method.project_ is not None:
                 method.project_(job.params, state, step_sizes or {})
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(losses[0] if len(losses) == 1 else torch.stack(losses).sum(), len(batch), skipped)
+    for param in job.params.values():
+        param.grad = None
+    assert total is not None
+    return StepResult(total, items, len(batch), skipped)
 
 
 def forward(job: Job, batch: Batch) -> Any:
@@ -132,6 +139,11 @@ def micro_batches(batch: Batch, limit: int | None) -> Iterator[Batch]:
         yield batch.rows(start, min(start + size, rows))
 
 
+def _one_of(items: int | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1 / items, 0-d."""
+    return torch.full((), 1 / items, dtype=dtype, device=device) if isinstance(items, int) else items.to(dtype).reciprocal()
+
+
 def cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
     """Cross-entropy summed over rows, each times its weight.
 
@@ -142,7 +154,7 @@ def cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
     logits = full_precision(outputs)
     if batch.weights is None:
         return F.cross_entropy(logits, batch.targets, reduction="sum")
-    return F.cross_entropy(logits, batch.targets, reduction="none") @ batch.weights.to(logits.dtype)
+    return F.cross_entropy(logits, batch.targets, reduction="none").dot(batch.weights.to(logits.dtype))
 
 
 CLASSIFICATION = Objective(cross_entropy)

@@ -74,7 +74,7 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
     """Nothing but torch and the method's own functions, in the order of the seams."""
     stream, spec = make_stream(scenario), make_spec(scenario, methods)
     per_task = scenario == "task-incremental"
-    bundle = build(spec.methods, 0)
+    bundle = build(spec.methods)
     model = _Reference(stream, spec, per_task)
     states = [method.init(model.params()) for method in bundle]
     seen: set[int] = set()
@@ -91,7 +91,7 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
         for epoch in range(2):
             order = torch.randperm(43, generator=torch.Generator().manual_seed(derive("rows", 0, number, epoch)))
             for index in order.split(8):
-                ctx = base._replace(step=step, key=derive("step", 0, number, step))
+                ctx = base._replace(step=step, key=derive("step", 0, number))
                 batch = _batch(task, index, number, extra, per_task)
                 for method, state in zip(bundle, states, strict=True):
                     if method.mix:
@@ -116,13 +116,13 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
                         method.project_(params, state, dict.fromkeys(params, 1e-2))
                 step += 1
         for position, index in enumerate(torch.arange(43).split(8)):
-            ctx = base._replace(step=step, key=derive("consolidate", 0, number, position))
+            ctx = base._replace(step=position, key=derive("consolidate", 0, number))
             for method, state in zip(bundle, states, strict=True):
                 if method.consolidate_batch:
                     method.consolidate_batch(ctx._replace(batch=_batch(task, index, number, extra, per_task)), state)
         for method, state in zip(bundle, states, strict=True):
             if method.consolidate:
-                method.consolidate(base._replace(step=step, key=derive("consolidate", 0, number)), state)
+                method.consolidate(base._replace(key=derive("consolidate", 0, number)), state)
         moments = model.moments(optimizer)
     expected = {name: param.detach() for name, param in model.params().items()}
     found = run(tmp_path / "run", scenario, methods)
@@ -156,7 +156,7 @@ def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, methods, scenario)
 @every_method
 def test_states_survive_a_file_and_declare_their_bytes(methods):
     stream, spec = make_stream("class-incremental"), make_spec("class-incremental", methods)
-    for method in build(spec.methods, 0):
+    for method in build(spec.methods):
         params = {"w": torch.nn.Parameter(torch.randn(3, 5))}
         state, again = method.init(params), method.init(params)
         ctx = StepContext(torch.nn.Identity(), params, CLASSIFICATION, classes=2, new_classes=2)
@@ -182,7 +182,7 @@ def test_a_run_is_a_function_of_its_seed(tmp_path, methods):
 def _batch(task, index, number, extra, per_task):
     from retain.seams import Batch
 
-    meta = {"row": index, "task": number, "origin": 0}
+    meta = {"row": index, "task": number}
     if per_task:
         meta["class"] = torch.tensor(task.classes)[task.train.targets[index]]
     return Batch({"x": task.train.inputs["x"][index], **extra}, task.train.targets[index], None, meta)

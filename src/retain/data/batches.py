@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from retain.data.task import Rows
-from retain.params import derive, generator
+from retain.params import bytes_per_row, derive, generator
 from retain.seams import Batch, Column
+
+
+BLOCK_BYTES = 2**20
+"""Rows are gathered for as many steps at once as fit in here: for a small model, gathering each batch costs like a layer."""
 
 
 def steps_per_epoch(rows: int, batch_size: int) -> int:
@@ -40,17 +44,27 @@ class TaskBatches:
         self.extra: dict[str, Column] = {"task": task} if with_task else {}
         self.classes = classes
         self.steps_per_epoch = steps_per_epoch(len(rows), batch_size)
+        self._per_block = max(1, BLOCK_BYTES // (batch_size * bytes_per_row(rows.inputs)))
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+        self._held, self._block = (-1, -1), Batch({}, self._order)
 
     def at(self, step: int) -> Batch:
-        """The batch of an optimizer step, counted from the task's start."""
+        """The batch of an optimizer step, counted from the task's start; views of a block of a few batches."""
         epoch, position = divmod(step, self.steps_per_epoch)
+        block, place = divmod(position, self._per_block)
+        if (epoch, block) != self._held:
+            self._block, self._held = self._gather(epoch, block), (epoch, block)
+        start = place * self.batch_size
+        last = position == self.steps_per_epoch - 1
+        return self._block.rows(start, len(self._block) if last else start + self.batch_size)
+
+    def _gather(self, epoch: int, block: int) -> Batch:
         if epoch != self._epoch:
             key = derive("rows", self.seed, self.task, epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self.rows), generator=generator(key))
-        start = position * self.batch_size
-        last = position == self.steps_per_epoch - 1
-        return self._batch(self._order[start:] if last else self._order[start : start + self.batch_size])
+        rows = self._per_block * self.batch_size
+        last = (block + 1) * self._per_block >= self.steps_per_epoch
+        return self._batch(self._order[block * rows :] if last else self._order[block * rows : (block + 1) * rows])
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         """All rows once, in their own order."""
@@ -60,7 +74,7 @@ class TaskBatches:
     def _batch(self, index: Tensor) -> Batch:
         inputs: dict[str, Column] = {name: values.index_select(0, index) for name, values in self.rows.inputs.items()}
         targets = self.rows.targets.index_select(0, index)
-        meta: dict[str, Column] = {"row": index, "task": self.task, "origin": 0}
+        meta: dict[str, Column] = {"row": index, "task": self.task}
         if self.classes is not None:
             meta["class"] = self.classes[targets]
         return Batch({**inputs, **self.extra}, targets, None, meta)

@@ -47,7 +47,8 @@ class Rows:
         digest = hashlib.sha256()
         for name, values in sorted(self.tensors().items()):
             digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
-            digest.update(values.contiguous().view(-1).view(torch.uint8).numpy().data)
+            if values.numel():
+                digest.update(values.contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

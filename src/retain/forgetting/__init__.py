@@ -10,21 +10,20 @@ from retain.forgetting.replay import replay
 from retain.seams import Method
 from retain.spec import MethodSpec
 
-METHODS: dict[str, Callable[[Any, int], Method]] = {"replay": replay}
-"""Factories by name: `factory(settings, seed) -> Method`."""
+METHODS: dict[str, Callable[[Any], Method]] = {"replay": replay}
+"""Factories by name: `factory(settings) -> Method`."""
 
 
-def build(methods: Sequence[MethodSpec], seed: int) -> list[Method]:
+def build(methods: Sequence[MethodSpec]) -> list[Method]:
     """Make the methods of a run, in the order of the configuration.
 
     Args:
         methods: each with its settings.
-        seed: the run's seed.
 
     Raises:
         ConfigError: more than one method keeps a replay memory that the others may draw from.
     """
-    built = [METHODS[method.name](method.settings, seed) for method in methods]
+    built = [METHODS[method.name](method.settings) for method in methods]
     owners = [method.name for method in built if method.sample is not None]
     if len(owners) > 1:
         seen = f"methods: {' and '.join(owners)} each keep a replay memory; a run has one."

@@ -10,18 +10,24 @@ Not here: priorities, generated samples, stored logits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from retain.errors import ConfigError
 from retain.forgetting import buffer as store
 from retain.forgetting.buffer import Buffer
-from retain.params import derive
+from retain.params import bytes_per_row, derive
 from retain.seams import Batch, Column, Method, StepContext, concatenated
 from retain.spec import ReplaySpec
+
+
+BLOCK_BYTES = 2**20
+"""Rows are drawn for as many steps at once as fit in here: for a small model, a draw in every step costs like a layer."""
 
 
 @dataclass
@@ -39,18 +45,22 @@ class ReplayState:
     configured: float
 
 
-def replay(settings: ReplaySpec, seed: int = 0) -> Method:
+def replay(settings: ReplaySpec) -> Method:
     """Replay as a method.
 
     Args:
-        settings: ratio, capacity, policy, draw, weighting.
-        seed: not used: every draw depends on the key of its step, which has the run's seed in it.
+        settings: ratio, capacity, policy, draw, weighting. There is no seed: every draw depends on the key of its step.
 
     Example:
         >>> method = replay(ReplaySpec(ratio=0.5, capacity=100))
         >>> method.init({}).ratio
         0.5
     """
+
+    held: tuple[int, ...] = ()
+    number, steps = -1, 1
+    block = Batch({}, torch.empty(0))
+    weights = functools.lru_cache(maxsize=64)(row_weights)  # the same few tensors again and again; nothing writes to them
 
     def init(params: object) -> ReplayState:
         by_class = settings.draw == "class-balanced"
@@ -63,22 +73,37 @@ def replay(settings: ReplaySpec, seed: int = 0) -> Method:
             return None
         draw = store.draw_balanced if settings.draw == "class-balanced" else store.draw
         columns = store.fetch(state.buffer, draw(state.buffer, rows, key))
-        meta = columns["meta"] | {"origin": torch.ones(rows, dtype=torch.int64)}
-        return Batch(columns["inputs"], columns["targets"], None, meta)
+        return Batch(columns["inputs"], columns["targets"], None, columns["meta"])
 
     def mix(batch: Batch, ctx: StepContext, state: ReplayState) -> Batch:
         """The batch with replayed rows behind its own."""
         ratio = state.ratio
         if ctx.task == 0 or ratio == 0 or not state.buffer.filled:
             return batch
-        new = _per_row(batch)
-        count = replayed_rows(ratio, len(batch), ctx.step)
-        drawn = sample(state, count, derive("replay", ctx.key)) if count else None
+        new, device = len(batch), batch.targets.device
+        count = replayed_rows(ratio, new, ctx.step)
+        mixed = Batch(batch.inputs, batch.targets)
+        if count:
+            mixed = concatenated(mixed, ahead(state, ctx, math.ceil(ratio * new), count).to(device))
         if settings.weighting == "classes":
-            share = new_share(ctx)
-            new = _weighted(new, share * (1 + ratio))
-            drawn = drawn and _weighted(drawn, (1 - share) * (1 + ratio) / ratio)
-        return concatenated(new, drawn.to(batch.targets.device)) if drawn else new
+            mixed.weights = weights(new, count, new_share(ctx), ratio, device)
+        if batch.weights is not None:
+            own = F.pad(batch.weights, (0, count), value=1.0)
+            mixed.weights = own if mixed.weights is None else own * mixed.weights
+        return mixed
+
+    def ahead(state: ReplayState, ctx: StepContext, most: int, count: int) -> Batch:
+        """`count` rows for this step, from a block drawn for a few steps at once: a function of key, step and buffer."""
+        nonlocal held, number, steps, block
+        if held != (now := (ctx.key, most, state.buffer.seen, id(state))):
+            steps = max(1, BLOCK_BYTES // (most * bytes_per_row(state.buffer.columns["inputs"])))
+            held, number = now, -1
+        wanted, place = divmod(ctx.step, steps)
+        if number != wanted:
+            drawn = sample(state, steps * most, derive("replay", ctx.key, wanted))
+            assert drawn is not None
+            block, number = Batch(drawn.inputs, drawn.targets), wanted
+        return block.rows(place * most, place * most + count)
 
     def begin_task(ctx: StepContext, state: ReplayState) -> None:
         """Follow a configuration that has changed since the state was saved, as far as a filled buffer can."""
@@ -91,9 +116,8 @@ def replay(settings: ReplaySpec, seed: int = 0) -> Method:
         """Offer the rows of a batch of the finished task to the buffer."""
         assert ctx.batch is not None
         batch = _per_row(ctx.batch)
-        meta = {name: value for name, value in batch.meta.items() if name != "origin"}
-        columns = {"inputs": batch.inputs, "targets": batch.targets, "meta": meta}
-        store.insert_(state.buffer, columns, meta.get("class", batch.targets), derive("insert", ctx.key))
+        columns = {"inputs": batch.inputs, "targets": batch.targets, "meta": batch.meta}
+        store.insert_(state.buffer, columns, batch.meta.get("class", batch.targets), derive("insert", ctx.key, ctx.step))
 
     return Method(
         name="replay",
@@ -125,14 +149,15 @@ def new_share(ctx: StepContext) -> float:
     return 1 / (ctx.task + 1)
 
 
-def _weighted(batch: Batch, weight: float) -> Batch:
-    """The batch with each row's weight times a number.
+def row_weights(new: int, replayed: int, share: float, ratio: float, device: torch.device) -> Tensor:
+    """Weights of a mixed batch, [new + replayed].
 
     With ratio r and share s of the new rows: s (1 + r) for each of n new rows and (1 - s)(1 + r) / r for each of r n
     replayed ones sum to n (1 + r), the number of rows, by which the loss is divided.
     """
-    weights: Tensor = torch.full((len(batch),), weight, device=batch.targets.device)
-    return dataclasses.replace(batch, weights=weights if batch.weights is None else batch.weights * weight)
+    weights = torch.full((new + replayed,), share * (1 + ratio))
+    weights[new:] = (1 - share) * (1 + ratio) / ratio
+    return weights.to(device)
 
 
 def _per_row(batch: Batch) -> Batch:

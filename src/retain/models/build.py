@@ -35,14 +35,14 @@ class Classifier(nn.Module):
     """Rows to logits.
 
     Attributes:
-        inputs: what stands between a row as it is stored and the body: `ImageInput` for images, else nothing.
+        inputs: what stands between a row as it is stored and the body: `ImageInput` for images, else None.
         body: prepared rows to features [rows, d].
         head: features to logits; see `retain.models.heads`.
     """
 
     head: Head
 
-    def __init__(self, inputs: nn.Module, body: nn.Module, head: Head) -> None:
+    def __init__(self, inputs: nn.Module | None, body: nn.Module, head: Head) -> None:
         super().__init__()
         self.inputs, self.body, self.head = inputs, body, head
 
@@ -53,7 +53,7 @@ class Classifier(nn.Module):
             x: rows; images as uint8 or floats [rows, channels, height, width].
             task: number of the task, or of each row's task (int64 [rows]); only per-task heads look at it.
         """
-        return self.head(self.body(self.inputs(x)), task)
+        return self.head(self.body(x if self.inputs is None else self.inputs(x)), task)
 
 
 class ImageInput(nn.Module):
@@ -113,9 +113,9 @@ def build_model(spec: RunSpec, stream: Stream, sizes: Sequence[int]) -> Classifi
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _inputs(spec: StreamSpec, stream: Stream) -> nn.Module:
+def _inputs(spec: StreamSpec, stream: Stream) -> nn.Module | None:
     if stream.kind != "image":
-        return nn.Identity()
+        return None
     for name in ("image_mean", "image_std"):
         value = getattr(spec, name)
         if isinstance(value, tuple) and len(value) not in (1, stream.shape[0]):
@@ -139,11 +139,15 @@ def _body(model: ModelSpec, stream: Stream, classes: int) -> tuple[nn.Module, in
 
 def _mlp(spec: MlpSpec, shape: Sequence[int]) -> tuple[nn.Module, int]:
     d = math.prod(shape)
-    layers: list[nn.Module] = [nn.Flatten()]
+    layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
     for width in spec.hidden:
-        layers += [nn.Linear(d, width), nn.ReLU(), nn.Dropout(spec.dropout)]
+        layers += [nn.Linear(d, width), nn.ReLU(), *_dropout(spec.dropout)]
         d = width
     return nn.Sequential(*layers), d
+
+
+def _dropout(share: float) -> list[nn.Module]:
+    return [nn.Dropout(share)] if share else []
 
 
 def _cnn(spec: CnnSpec, channels: int) -> tuple[nn.Module, int]:
@@ -153,7 +157,7 @@ def _cnn(spec: CnnSpec, channels: int) -> tuple[nn.Module, int]:
             layers.append(nn.MaxPool2d(2, ceil_mode=True))
         layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(spec.dropout)), channels
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *_dropout(spec.dropout)), channels
 
 
 def _from_factory(name: str, stream: Stream, classes: int) -> tuple[nn.Module, int]:

@@ -41,7 +41,7 @@ def make_job(spec: RunSpec, stream: Stream, device: torch.device, sizes: list[in
     model = build_model(spec, stream, sizes).to(device=device, dtype=precision.dtype).train()
     params = trainable(model)
     _check_micro_batches(spec, model)
-    methods = [(method, method.init(params)) for method in build(spec.methods, training.seed)]
+    methods = [(method, method.init(params)) for method in build(spec.methods)]
     optimizer = make_optimizer(training.optimizer, params, training.decay)
     limit = training.memory.micro_batch
     return Job(

@@ -272,14 +272,14 @@ def _run_steps(training: Training, task: Task, batches: TaskBatches, progress: P
     every_seconds, every_steps = training.spec.checkpoint.every_seconds, training.spec.checkpoint.every_steps
     steps, first, carried = task_steps(training.spec, task), progress.step, progress.seconds
     training.listener("task", {"number": training.number, "task": task, "steps": steps, "step": first})
-    base = _context(training, task)
+    base = _context(training, task)._replace(key=derive("step", spec.seed, training.number))
     uses_sizes = any(method.project_ is not None for method, _ in job.methods)
     job.model.train()
     began = saved = time.monotonic()
     next_tick = began + TICK_SECONDS
     for step in range(first, steps):
         set_lr_(job.optimizer, lr_factor(spec.schedule, step, steps))
-        ctx = base._replace(step=step, key=derive("step", spec.seed, base.task, step))
+        ctx = base._replace(step=step)
         sizes = step_sizes(job.optimizer, job.params) if uses_sizes else None
         result = train_step(job, batches.at(step).to(job.device), ctx, sizes)
         progress.step = step + 1
@@ -331,18 +331,16 @@ def _measure(training: Training, number: int, rows: Rows, classes: Any) -> dict[
 def _consolidate(training: Training, task: Task, batches: TaskBatches) -> None:
     """Let the methods keep what they need of the task: once per batch of its rows, then once."""
     job, spec = training.job, training.spec.training_params
-    base = _context(training, task)._replace(step=task_steps(training.spec, task))
+    base = _context(training, task)._replace(key=derive("consolidate", spec.seed, training.number))
     if any(method.consolidate_batch is not None for method, _ in job.methods):
         for position, batch in enumerate(batches.in_order(spec.batch_size)):
-            key = derive("consolidate", spec.seed, base.task, position)
-            ctx = base._replace(batch=batch.to(job.device), key=key)
+            ctx = base._replace(batch=batch.to(job.device), step=position)
             for method, state in job.methods:
                 if method.consolidate_batch is not None:
                     method.consolidate_batch(ctx, state)
-    ctx = base._replace(key=derive("consolidate", spec.seed, base.task))
     for method, state in job.methods:
         if method.consolidate is not None:
-            method.consolidate(ctx, state)
+            method.consolidate(base, state)
 
 
 def _context(training: Training, task: Task) -> StepContext:

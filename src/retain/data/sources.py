@@ -1,0 +1,415 @@
+"""Where rows come from: table files, arrays, Hugging Face data sets, a user's own function, and what ships with the library.
+
+Every source gives segments: rows that one file, one array or one split holds, with labels and the split column beside them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as kinds
+import torch
+
+from retain.data import images, tables
+from retain.errors import ConfigError, DataError
+from retain.params import derive, generator
+from retain.spec import RandomSpec, StreamSpec
+
+LOG = logging.getLogger("retain")
+
+TRAIN, VALIDATION, TEST = range(3)
+_SUFFIXES = ("train", "val", "test")
+"""Names of the three roles in arrays: x_train, x_val, x_test."""
+
+VOCABULARY = 100
+"""Random tokens are below this, so that any tokenizer's model takes them."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows as one file, one array or one split holds them.
+
+    Attributes:
+        where: names the place in messages.
+        part: the file's or task's name; the segments of one part share it.
+        role: TRAIN, VALIDATION or TEST as the source says; rows that are still to be divided are TRAIN.
+        inputs: a table of features, or an array [rows, ...].
+        labels: bool, int64 or string, none missing.
+        key: the column that splits; None where no column does.
+    """
+
+    where: str
+    part: str
+    role: int
+    inputs: pa.Table | np.ndarray
+    labels: pa.ChunkedArray
+    key: pa.ChunkedArray | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """All rows of a stream before they are divided into tasks.
+
+    Attributes:
+        segments: at least one; inputs are all tables or all arrays of one shape.
+        kind: ``table``, ``vector``, ``image`` or ``tokens``.
+        notes: sentences for the user.
+    """
+
+    segments: Sequence[Segment]
+    kind: str
+    notes: Sequence[str] = ()
+
+
+def read(stream: StreamSpec, seed: int, frozen: Mapping[str, Any]) -> Source:
+    """Read the source that a configuration names.
+
+    Args:
+        stream: the configuration's part.
+        seed: of random rows.
+        frozen: what an earlier run fixed: its columns (`columns`), and its files (`files`), which may be gone by now.
+
+    Raises:
+        ConfigError: the configuration does not fit the data.
+        DataError: the data cannot be read or used.
+    """
+    name = stream.source
+    if name in ("csv", "parquet", "jsonl", "arrow"):
+        return _from_files(stream, name, frozen)
+    if name == "hf":
+        from retain.data.huggingface import load
+
+        found, notes = load(stream)
+        return _from_tables(stream, found, Path(str(stream.hf)), frozen, notes)
+    segments = {"builtin": _digits, "npz": _npz, "factory": _factory, "random": _random}[name](stream, seed)
+    return _of_one_kind(segments)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _from_files(stream: StreamSpec, form: str, frozen: Mapping[str, Any]) -> Source:
+    files, notes = list(getattr(stream, form)), []
+    if stream.keep_eval:
+        gone = [path for path in files if Path(path).name in frozen.get("files", ()) and not Path(path).exists()]
+        if 0 < len(gone) < len(files):
+            files = [path for path in files if path not in gone]
+            notes.append(f"Files of earlier tasks are gone: {', '.join(gone)}. Their evaluation rows are in the run.")
+    categories = {entry["name"] for entry in frozen.get("columns", ()) if "categories" in entry}
+    names = unique([Path(path.removesuffix(".gz")).stem for path in files])
+    read_all = tables.read_tables(form, files, categories)
+    found = [(path, name, TRAIN, table) for path, name, table in zip(files, names, read_all, strict=True)]
+    return _from_tables(stream, found, Path(files[0]).parent, frozen, notes)
+
+
+def _from_tables(
+    stream: StreamSpec,
+    found: Sequence[tuple[str, str, int, pa.Table]],
+    folder: Path,
+    frozen: Mapping[str, Any],
+    notes: Iterable[str],
+) -> Source:
+    """Choose the columns of tables, given as (where, part, role, table), and check them."""
+    notes, first = list(notes), found[0][3].column_names
+    label, key = stream.label or ("label" if "label" in first else None), stream.split.column
+    if label is None:
+        raise ConfigError(f"stream.label: name the column of labels; {found[0][0]} has {', '.join(first)}.")
+    special = {label, key, stream.image, *stream.drop}
+    for name in stream.drop:
+        if not any(name in table.column_names for *_, table in found):
+            tables.column_of(found[0][3], name, found[0][0], "stream.drop")
+    if twice := [name for name in (stream.features or ()) if name in special]:
+        raise ConfigError(f"stream.features: {', '.join(twice)} is also the label, the split column or dropped; it is no feature.")
+    chosen = [entry["name"] for entry in frozen.get("columns", ())] or stream.features
+    features: list[str] = list(chosen or [name for name in first if name not in special])
+    if not features and stream.image is None:
+        raise ConfigError(f"stream.features: {found[0][0]} has no columns beside the label, the split column and those dropped.")
+    segments = []
+    for where, part, role, table in found:
+        labels = _labels(tables.column_of(table, label, where, "stream.label"), label, where)
+        keys = None
+        if key is not None:
+            column = tables.plain(tables.column_of(table, key, where, "stream.split.column"), key, where)
+            keys = tables.present(column, key, where, "The column splits, so every row needs a value: fill it in.")
+        inputs = _image(table, stream, where, folder) if stream.image else _features(table, features, where)
+        segments.append(Segment(where, part, role, inputs, labels, keys))
+        extra = [name for name in table.column_names if name not in special and name not in features]
+        if extra and not stream.image and not stream.features:
+            notes.append(f"{where}: columns that the first file lacks are left out: {', '.join(extra)}.")
+    source = _of_one_kind(segments, notes)
+    _same_types(label, [(segment.where, segment.labels.type) for segment in segments])
+    _same_types(key, [(segment.where, segment.key.type) for segment in segments if segment.key is not None])
+    if source.kind == "table":
+        for name in features:
+            _same_types(name, [(segment.where, segment.inputs[name].type) for segment in segments])
+    return source
+
+
+def _features(table: pa.Table, names: Sequence[str], where: str) -> pa.Table:
+    """The feature columns as float64 or string; every fault of every column at once."""
+    columns, findings = {}, []
+    for name in names:
+        try:
+            column = tables.plain(tables.column_of(table, name, where, "stream.features"), name, where)
+            if kinds.is_timestamp(column.type):
+                raise DataError(
+                    f"{where}: column {name} holds dates, which are no features here. Drop it (stream.drop: [{name}]) or "
+                    f"let it split: stream.split: {{by: time, column: {name}, every: month}}."
+                )
+            remedy = f"Nothing is filled in for you in this release: drop the column (stream.drop: [{name}]) or fill the file."
+            column = tables.present(column, name, where, remedy)
+            columns[name] = column if kinds.is_string(column.type) else column.cast(pa.float64(), safe=False)
+        except DataError as error:
+            findings += error.findings
+    if findings:
+        raise DataError(findings)
+    return pa.table(columns)
+
+
+def _image(table: pa.Table, stream: StreamSpec, where: str, folder: Path) -> np.ndarray:
+    """The image column as an array [rows, channels, height, width]."""
+    name = str(stream.image)
+    column = tables.column_of(table, name, where, "stream.image")
+    where = f"{where}: column {name}"
+    if tables.is_list(column.type):
+        return _sized(_array(tables.nested(column, name, where), where)[0], where, stream)
+    return images.decoded(column, where, folder, stream.image_size)
+
+
+def _same_types(name: str | None, found: Sequence[tuple[str, pa.DataType]]) -> None:
+    """Raise a DataError where files disagree about a column's type."""
+    for where, kind in found[1:]:
+        if kind != found[0][1]:
+            seen = f"column {name} holds {found[0][1]} in {found[0][0]} and {kind} in {where}"
+            raise DataError(f"{seen}. Use one type in all files.")
+
+
+def _labels(column: pa.ChunkedArray, name: str, where: str) -> pa.ChunkedArray:
+    """Labels as bool, int64 or string; none may be missing."""
+    column = tables.plain(column, name, where)
+    tables.present(column, name, where, "Every row needs a label: fill them in or leave the rows out.")
+    if kinds.is_timestamp(column.type):
+        raise DataError(f"{where}: the label column {name} holds dates. Labels are texts or whole numbers.")
+    if kinds.is_floating(column.type):
+        if not pc.all(pc.equal(column, pc.floor(column))).as_py():
+            raise DataError(f"{where}: the label column {name} holds fractions. Labels are classes: texts or whole numbers.")
+        column = column.cast(pa.int64())
+    return column
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def _npz(stream: StreamSpec, seed: int) -> list[Segment]:
+    """Files of arrays; pickled objects are refused."""
+    segments: list[Segment] = []
+    files = stream.npz or ()
+    for path, part in zip(files, unique([Path(path).stem for path in files]), strict=True):
+        tables.require_file(path, "stream.npz")
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                if not isinstance(file, np.lib.npyio.NpzFile):
+                    raise DataError(f"{path}: one array, not an .npz file of several. Save it with numpy.savez.")
+                arrays = {name: file[name] for name in file.files}
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise DataError(f"{path}: cannot be read as npz: {error}. Plain arrays saved by numpy.savez are expected.") from None
+        segments += _from_arrays(arrays, path, part, stream)
+    return segments
+
+
+def _factory(stream: StreamSpec, seed: int) -> list[Segment]:
+    """A user's function: an iterable of dicts of arrays, each one task."""
+    name = str(stream.factory)
+    try:
+        given = list(_imported(name)())
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"stream.factory={name}: {type(error).__name__}: {error}") from error
+    wrong = [type(task).__name__ for task in given if not isinstance(task, Mapping)]
+    if wrong or not given:
+        seen = f"gave a {wrong[0]}" if wrong else "gave no task"
+        raise DataError(f"stream.factory={name}: {seen}. An iterable of dicts with x_train, y_train, x_test, y_test was expected.")
+    names = unique([str(task.get("name", f"task-{number}")) for number, task in enumerate(given)])
+    segments = []
+    for task, part in zip(given, names, strict=True):
+        segments += _from_arrays(task, f"stream.factory={name}: task {part}", part, stream, integers_are_tokens=True)
+    return segments
+
+
+def _imported(name: str) -> Callable[[], Iterable[Any]]:
+    """The function that a user's own file names; the working directory can be imported from meanwhile."""
+    module_name, _, function_name = name.partition(":")
+    folder = os.getcwd()
+    if module_name not in sys.modules:
+        LOG.info("stream.factory=%s: importing code from %s, as the configuration says", name, module_name)
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"stream.factory={name}: {module.__file__ or module_name} has no function {function_name}.")
+    return function
+
+
+def _digits(stream: StreamSpec, seed: int) -> list[Segment]:
+    """scikit-learn's handwritten digits, their 17 grey levels spread over 0 to 255."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    x = np.round(digits.images * 255 / 16).astype(np.uint8)
+    return _from_arrays({"x_train": x, "y_train": digits.target}, "digits", "digits", stream)
+
+
+def _random(stream: StreamSpec, seed: int) -> list[Segment]:
+    """Random rows; the label is the row's number modulo the classes."""
+    spec = stream.random or RandomSpec()
+    ranks = {"vector": (1,), "tokens": (1,), "image": (2, 3)}[spec.input]
+    if len(spec.shape) not in ranks:
+        raise ConfigError(f"stream.random.shape={list(spec.shape)}: {spec.input} has {' or '.join(map(str, ranks))} dimensions.")
+    segments = []
+    for number in range(spec.tasks):
+        draw, shape = generator(derive("random", seed, number)), (spec.samples, *spec.shape)
+        if spec.input == "vector":
+            x = torch.randn(shape, generator=draw)
+        else:
+            x = torch.randint(256 if spec.input == "image" else VOCABULARY, shape, generator=draw)
+        if spec.input == "image":
+            x = x.to(torch.uint8)
+        arrays = {"x_train": x, "y_train": np.arange(spec.samples) % spec.classes}
+        name = f"task-{number}"
+        segments += _from_arrays(arrays, f"random {name}", name, stream, integers_are_tokens=True)
+    return segments
+
+
+def _from_arrays(
+    arrays: Mapping[str, Any], where: str, part: str, stream: StreamSpec, *, integers_are_tokens: bool = False
+) -> list[Segment]:
+    """Segments of x_train, y_train and, where they are given, x_val, x_test and group_..."""
+    segments = []
+    for role, suffix in enumerate(_SUFFIXES):
+        names = [f"{prefix}_{suffix}" for prefix in ("x", "y", "group")]
+        found = [arrays.get(name) for name in names]
+        if role != TRAIN and found[0] is None and found[1] is None:
+            continue
+        for name, value in zip(names[:2], found, strict=False):
+            if value is None:
+                expected = "x_train, y_train, x_test, y_test were expected"
+                raise DataError(f"{where}: there is no {name}; {expected}, seen: {', '.join(arrays) or 'nothing'}.")
+        x, integral = _array(np.asarray(found[0]), f"{where}: {names[0]}")
+        if integral and not integers_are_tokens:
+            x = x.astype(np.float32)
+        labels = _labels(_column(found[1], names[1], where), names[1], where)
+        _same_length(x, labels, names[0], names[1], where)
+        key = None
+        if stream.split.column is not None:
+            if stream.split.column != "group":
+                raise ConfigError(f"stream.split.column={stream.split.column}: arrays are split by group only ({names[2]}).")
+            if found[2] is None:
+                raise DataError(f"stream.split.column=group: {where} has no {names[2]}; seen: {', '.join(arrays)}.")
+            key = tables.plain(_column(found[2], names[2], where), names[2], where)
+            tables.present(key, names[2], where, "Every row needs a group.")
+            _same_length(x, key, names[0], names[2], where)
+        segments.append(Segment(f"{where}: {names[0]}", part, role, _sized(x, f"{where}: {names[0]}", stream), labels, key))
+    return segments
+
+
+def _array(x: np.ndarray, where: str) -> tuple[np.ndarray, bool]:
+    """An array of inputs in one of the dtypes that models take, and whether it is a matrix of whole numbers.
+
+    uint8 is kept, other whole numbers of images become uint8; a matrix of whole numbers becomes int64; all else float32.
+    """
+    if x.dtype.kind not in "biuf":
+        raise DataError(f"{where} holds {x.dtype}. An array of numbers was expected.")
+    if x.ndim not in (2, 3, 4) or not x.size:
+        raise DataError(
+            f"{where} has shape {x.shape}. Rows [rows, features] or images [rows, height, width, channels] were expected."
+        )
+    if x.ndim == 2:
+        integral = x.dtype.kind in "iu" and x.dtype != np.uint8
+        return (x.astype(np.int64), True) if integral else (_finite(x, where), False)
+    if x.dtype.kind == "f":
+        return images.channels_first(_finite(x, where)), False
+    if x.dtype != np.uint8 and (x.min() < 0 or x.max() > 255):
+        raise DataError(f"{where} holds whole numbers from {x.min()} to {x.max()}. Images of whole numbers run from 0 to 255.")
+    return images.channels_first(x.astype(np.uint8, copy=False)), False
+
+
+def _finite(x: np.ndarray, where: str) -> np.ndarray:
+    rows = np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(axis=1))
+    if len(rows):
+        raise DataError(f"{where} has {tables.missing(rows)}. Fill them or leave the rows out.")
+    return x.astype(np.float32, copy=False)
+
+
+def _column(values: Any, name: str, where: str) -> pa.ChunkedArray:
+    """One value per row, from an array [rows] or [rows, 1]."""
+    array = np.asarray(values)
+    array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+    try:
+        return pa.chunked_array([pa.array(array)])
+    except (pa.ArrowException, TypeError) as error:
+        raise DataError(
+            f"{where}: {name} of shape {array.shape} and type {array.dtype} is no column of values ({error})."
+        ) from None
+
+
+def _same_length(x: np.ndarray, column: pa.ChunkedArray, x_name: str, name: str, where: str) -> None:
+    if len(x) != len(column):
+        raise DataError(f"{where}: {x_name} has {len(x):,} rows and {name} has {len(column):,}. They must have as many.")
+
+
+def _sized(x: np.ndarray, where: str, stream: StreamSpec) -> np.ndarray:
+    if stream.image_size is None:
+        return x
+    if x.ndim != 4:
+        raise ConfigError(f"stream.image_size: {where} has rows of shape {x.shape[1:]}, which are no images. Leave the key out.")
+    return images.resized(torch.tensor(x), stream.image_size).numpy()
+
+
+# --- all sources ------------------------------------------------------------------------------------------------------
+
+
+def _of_one_kind(segments: Sequence[Segment], notes: Sequence[str] = ()) -> Source:
+    """The source, if all inputs have one shape and type."""
+
+    def said(inputs: pa.Table | np.ndarray) -> str:
+        return "a table" if isinstance(inputs, pa.Table) else f"{inputs.dtype} rows of shape {inputs.shape[1:]}"
+
+    first = segments[0]
+    for segment in segments[1:]:
+        if said(segment.inputs) != said(first.inputs):
+            seen = f"{first.where} has {said(first.inputs)}, {segment.where} has {said(segment.inputs)}"
+            remedy = " Set stream.image_size." if getattr(first.inputs, "ndim", 0) == 4 else ""
+            raise DataError(f"{seen}. Rows of one shape and type were expected.{remedy}")
+    if isinstance(first.inputs, pa.Table):
+        return Source(segments, "table", notes)
+    kind = "image" if first.inputs.ndim == 4 else "tokens" if first.inputs.dtype == np.int64 else "vector"
+    return Source(segments, kind, notes)
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """The names, with -2, -3 ... after those that came before."""
+    found: list[str] = []
+    for name in names:
+        number, new = 1, name
+        while new in found:
+            number += 1
+            new = f"{name}-{number}"
+        found.append(new)
+    return found

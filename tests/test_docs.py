@@ -1,0 +1,54 @@
+"""What the documentation says is there, and runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+from retain.spec import RunSpec, _part_of
+
+ROOT = Path(__file__).parent.parent
+
+
+def keys(part: type[BaseModel], prefix: str = ""):
+    for name, field in part.model_fields.items():
+        yield name
+        if found := _part_of(field.annotation):
+            yield from keys(found, f"{prefix}{name}.")
+
+
+def test_every_key_is_documented():
+    text = (ROOT / "docs/configuration.md").read_text()
+    missing = {key for key in keys(RunSpec) if not re.search(rf"[`{{.\s]{key}[`.:,}}\s(]", text)}
+    assert not missing
+
+
+def test_the_loop_of_the_readme_remembers():
+    """Two tasks of two blobs each: with the loop as it is printed, the first task is still known."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    scope: dict = {}
+    exec(blocks[0], scope)
+    torch.manual_seed(0)
+    centres = torch.eye(4) * 6
+    tasks = []
+    for classes in ((0, 1), (2, 3)):
+        y = torch.tensor(classes).repeat(320)
+        tasks.append((centres[y] + torch.randn(640, 4), y))
+    model = nn.Linear(4, 4)
+    scope["learn"](model, torch.optim.SGD(model.parameters(), lr=0.1), tasks)
+    assert (model(tasks[0][0]).argmax(1) == tasks[0][1]).double().mean() > 0.95
+
+
+def test_the_tree_of_the_readme_names_every_file():
+    text = (ROOT / "README.md").read_text()
+    files = {path.relative_to(ROOT / "src/retain").as_posix() for path in (ROOT / "src/retain").rglob("*.py")}
+    assert not {file for file in files if Path(file).name not in text and Path(file).name != "__init__.py"}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.yaml")))
+def test_every_example_is_a_valid_configuration(name, monkeypatch):
+    monkeypatch.setenv("RETAIN_DATA", "/data")
+    RunSpec.load(ROOT / "examples" / name)
