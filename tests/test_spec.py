@@ -35,10 +35,8 @@ def test_every_wrong_key_is_named_at_once_with_a_suggestion():
 
 def test_replay_ratio_below_zero_says_what_the_ratio_is():
     text = message(training(regularization={"replay_ratio": -0.2}))
-    assert (
-        text
-        == "training_params.regularization.replay_ratio=-0.2 must be >= 0. It is replayed rows per new row: 0.2 adds 20 to every 100."
-    )
+    where, what = "training_params.regularization.replay_ratio", "It is replayed rows per new row: 0.2 adds 20 to every 100."
+    assert text == f"{where}=-0.2 must be >= 0. {what}"
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,11 @@ def nbytes(tensors: Tensor | Iterable[Tensor]) -> int:
 
 def bytes_per_row(columns: Mapping[str, Any]) -> int:
     """Bytes of one row of columns [rows, ...]; of a list of tensors, those of the longest."""
-    sizes = [max((len(v) for v in value), default=0) * value[0].itemsize if isinstance(value, list) else value[0].nbytes
-             for value in columns.values() if isinstance(value, (Tensor, list)) and len(value)]
+    sizes = [
+        max((len(v) for v in value), default=0) * value[0].itemsize if isinstance(value, list) else value[0].nbytes
+        for value in columns.values()
+        if isinstance(value, (Tensor, list)) and len(value)
+    ]
     return max(1, sum(sizes))
 
 

@@ -4,7 +4,7 @@ import torch
 from retain.errors import ConfigError
 from retain.forgetting import build
 from retain.forgetting.replay import replay, replayed_rows
-from retain.params import derive, pack, unpack_
+from retain.params import pack, unpack_
 from retain.seams import Batch, Objective, StepContext
 from retain.spec import MethodSpec, ReplaySpec
 

@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_within_a_task_gives_way_to_the_one_before(tmp_path
     from tests.kit import killed_after
 
     path = tmp_path / "run"
-    with pytest.raises(Killed), killed_after(steps=8):
+    with pytest.raises(Killed), killed_after(steps=7):
         train(path)
     newest, older = sorted((path / "partial").iterdir(), reverse=True)
     os.truncate(newest / name, (newest / name).stat().st_size // 2)
@@ -110,10 +110,7 @@ def test_a_damaged_checkpoint_within_a_task_gives_way_to_the_one_before(tmp_path
     loop.train(RunSpec.parse(CONFIG), path, listener=lambda kind, values: heard.append((kind, values)))
     notes = [values["text"] for kind, values in heard if kind == "note"]
     assert any(name in text for text in notes)
-    assert (
-        f"Going on in task {json.loads((path / 'lineage.jsonl').read_text().splitlines()[0])['task']} after step {int(older.name[5:])}."
-        in notes
-    )
+    assert f"Going on in task task-0 after step {int(older.name[5:])}." in notes
     assert same(path, undisturbed)
 
 
@@ -128,7 +125,7 @@ def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, undisturbed):
         return real(*args, **kwargs)
 
     before = signal.getsignal(signal.SIGTERM)
-    with mock.patch.object(loop, "train_step", step), pytest.raises(Stopped, match="after step 5 of 10") as stopped:
+    with mock.patch.object(loop, "train_step", step), pytest.raises(Stopped, match="after step 5 of 8") as stopped:
         train(path)
     assert stopped.value.exit_code == 143 and len(calls) == 5 and signal.getsignal(signal.SIGTERM) == before
     assert [each.name for each in (path / "partial").iterdir()].count("0000-000000005") == 1

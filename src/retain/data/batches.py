@@ -11,7 +11,6 @@ from retain.data.task import Rows
 from retain.params import bytes_per_row, derive, generator
 from retain.seams import Batch, Column
 
-
 BLOCK_BYTES = 2**20
 """Rows are gathered for as many steps at once as fit in here: for a small model, gathering each batch costs like a layer."""
 

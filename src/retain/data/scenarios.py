@@ -211,9 +211,7 @@ def _class_ids(labels: Labels, cuts: Sequence[Cut], stream: StreamSpec, fixed: d
             )
         positive = _positive(labels, classes, known, stream)
         if known and positive != known[1]:
-            raise ConfigError(
-                f"stream.positive: {positive} cannot replace {known[1]}, with which the run began. Start a new run."
-            )
+            raise ConfigError(f"stream.positive: {positive} cannot replace {known[1]}, with which the run began. Start a new run.")
         classes.sort(key=lambda name: name == positive)
     fixed["classes"] = classes
     places = {name: place for place, name in enumerate(classes)}

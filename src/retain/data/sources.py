@@ -150,9 +150,9 @@ def _from_tables(
     source = _of_one_kind(segments, notes)
     _same_types(label, [(segment.where, segment.labels.type) for segment in segments])
     _same_types(key, [(segment.where, segment.key.type) for segment in segments if segment.key is not None])
-    if source.kind == "table":
-        for name in features:
-            _same_types(name, [(segment.where, segment.inputs[name].type) for segment in segments])
+    schemas = [(segment.where, segment.inputs.schema) for segment in segments if isinstance(segment.inputs, pa.Table)]
+    for name in features if schemas else ():
+        _same_types(name, [(where, schema.field(name).type) for where, schema in schemas])
     return source
 
 

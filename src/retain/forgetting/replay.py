@@ -25,7 +25,6 @@ from retain.params import bytes_per_row, derive
 from retain.seams import Batch, Column, Method, StepContext, concatenated
 from retain.spec import ReplaySpec
 
-
 BLOCK_BYTES = 2**20
 """Rows are drawn for as many steps at once as fit in here: for a small model, a draw in every step costs like a layer."""
 
@@ -56,7 +55,6 @@ def replay(settings: ReplaySpec) -> Method:
         >>> method.init({}).ratio
         0.5
     """
-
     held: tuple[int, ...] = ()
     number, steps = -1, 1
     block = Batch({}, torch.empty(0))
