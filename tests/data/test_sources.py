@@ -81,7 +81,7 @@ def test_features_are_all_other_columns_or_those_named(csv):
 
 
 def test_a_column_that_is_text_in_one_file_is_text_in_all(csv):
-    first = csv("code,y\n007,a\n007,b\n12,a\n12,b\n", "first.csv")
+    first = csv("code,y\n" + "007,a\n12,b\n12,a\n007,b\n" * 2, "first.csv")
     second = csv("code,y\n" + "x,a\nx,b\n" * 2, "second.csv")
     stream = build(csv=[first, second], label="y", split={"by": "file"})
     assert stream.features == ["code=007", "code=12", "code=(other)"] and [t.name for t in stream.tasks] == ["first", "second"]

@@ -28,6 +28,9 @@ from retain.spec import RunSpec, SplitSpec, StreamSpec, parse_metric
 
 BINARY_METRICS = frozenset({"auc", "average_precision", "recall_at_fpr"})
 
+Change = Callable[[Tensor], Tensor]
+"""What a task does to the inputs that all tasks share."""
+
 
 def build_stream(spec: RunSpec, frozen: Mapping[str, Any] | None = None) -> Stream:
     """The stream that a configuration describes.
@@ -54,9 +57,12 @@ def build_stream(spec: RunSpec, frozen: Mapping[str, Any] | None = None) -> Stre
 
     original = encode.read_labels(pa.chunked_array([chunk for segment in source.segments for chunk in segment.labels.chunks]))
     labels = encode.relabelled(original, stream.relabel)
-    cuts, changes = _changed(source, len(labels.codes), split, seed) if split.by in _CHANGES else (None, None)
-    cuts = cuts or _divided(source, original, split, seed, fixed, notes)
-    roles = _roles(source, labels, cuts, stream, seed, one_draw=changes is not None)
+    changes: list[Change] = []
+    if split.by in ("permutation", "rotation"):
+        cuts, changes = _changed(source, len(labels.codes), split, seed)
+    else:
+        cuts = _divided(source, original, split, seed, fixed, notes)
+    roles = _roles(source, labels, cuts, stream, seed, one_draw=bool(changes))
     _check_rows(cuts[:1] if changes else cuts, roles, labels, notes)
     ids = _class_ids(labels, cuts, stream, fixed)
     x = _inputs(source, cuts[0].rows[roles[0] == TRAIN], fixed, notes)
@@ -111,30 +117,26 @@ def _divided(source: Source, original: Labels, split: SplitSpec, seed: int, fixe
     return cuts
 
 
-_CHANGES = ("permutation", "rotation")
-
-
-def _changed(source: Source, rows: int, split: SplitSpec, seed: int) -> tuple[list[Cut], list[Callable[[Tensor], Tensor]]]:
+def _changed(source: Source, rows: int, split: SplitSpec, seed: int) -> tuple[list[Cut], list[Change]]:
     """Tasks of the same rows, with what is done to each one's inputs."""
     if split.by == "rotation":
         if source.kind != "image":
             kind = "vectors" if source.kind == "table" else f"{source.kind} rows"
             raise ConfigError(f"stream.split: rotation needs images, and the stream has {kind}. Use `by: permutation`.")
         angles = [place * split.max_angle / split.tasks for place in range(split.tasks)]
-        return _named([f"rotation-{angle:g}" for angle in angles], rows), [_turn(angle) for angle in angles]
-    names = [f"permutation-{place}" for place in range(split.tasks)]
-    return _named(names, rows), [_permute(derive("permutation", seed, place) if place else None) for place in range(split.tasks)]
+        names = [f"rotation-{angle:g}" for angle in angles]
+        changes = [_turn(angle) for angle in angles]
+    else:
+        names = [f"permutation-{place}" for place in range(split.tasks)]
+        changes = [_permute(derive("permutation", seed, place) if place else None) for place in range(split.tasks)]
+    return [Cut(name, np.arange(rows)) for name in names], changes
 
 
-def _named(names: Sequence[str], rows: int) -> list[Cut]:
-    return [Cut(name, np.arange(rows)) for name in names]
-
-
-def _turn(angle: float) -> Callable[[Tensor], Tensor]:
+def _turn(angle: float) -> Change:
     return lambda x: rotated(x, angle) if angle else x
 
 
-def _permute(key: int | None) -> Callable[[Tensor], Tensor]:
+def _permute(key: int | None) -> Change:
     """A fixed permutation of each row's elements; None for none."""
 
     def permute(x: Tensor) -> Tensor:
