@@ -65,6 +65,10 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, (str, os.PathLike)) else value
 
 
+def _text_keys(value: Any) -> Any:
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1)]
 Columns = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 
@@ -89,7 +93,8 @@ def _said(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _suggest(value: str, known: typing.Iterable[str]) -> str:
+def suggest(value: str, known: typing.Iterable[str]) -> str:
+    """The end of a message about an unknown name: the closest known one, or all of them."""
     known = list(known)
     folded = {name.lower(): name for name in known}
     close = difflib.get_close_matches(value.lower(), folded, 1)
@@ -200,7 +205,7 @@ class StreamSpec(Strict):
     image_std: Positive | tuple[Positive, ...] = 1.0
     """uint8 pixels are divided by 255, then (x - mean) / std."""
     split: SplitSpec = SplitSpec()
-    relabel: Literal["parity"] | dict[str, Label] | None = None
+    relabel: Literal["parity"] | Annotated[dict[str, Label], BeforeValidator(_text_keys)] | None = None
     """Labels are replaced before anything else uses them, but `by: class` still splits by the original ones."""
     test: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Share of each task's rows held out for the measures, stratified by label and seeded."""
@@ -238,7 +243,7 @@ def parse_metric(text: str) -> tuple[str, float | None]:
     name, _, argument = text.partition("=")
     known = ("accuracy", "auc", "average_precision", "recall_at_fpr", "loss")
     if name not in known:
-        raise ValueError(f"{text!r} is not a metric{_suggest(name, known)}")
+        raise ValueError(f"{text!r} is not a metric{suggest(name, known)}")
     if (name == "recall_at_fpr") != bool(argument):
         raise ValueError("recall_at_fpr needs a rate, as in recall_at_fpr=0.01; the others take none")
     if not argument:
@@ -296,7 +301,7 @@ class OptimizerSpec(Strict):
     @model_validator(mode="after")
     def _known(self) -> OptimizerSpec:
         if self.name not in OPTIMIZERS:
-            raise ValueError(f"unknown optimizer {self.name!r}{_suggest(self.name, OPTIMIZERS)}")
+            raise ValueError(f"unknown optimizer {self.name!r}{suggest(self.name, OPTIMIZERS)}")
         wrong = [key for key in self.arguments if key not in OPTIMIZERS[self.name]]
         if wrong:
             allowed = ", ".join(OPTIMIZERS[self.name])
@@ -663,7 +668,7 @@ def _finding(item: Any) -> Finding:
         return Finding("value", f"{path}={_said(value)} must be {_BOUNDS[item['type']]} {bound:g}.", "", remedy)
     if item["type"] == "literal_error":
         known = re.findall(r"'([^']*)'", str(context["expected"]))
-        return Finding("value", f"{path}: {_said(value)} is not known{_suggest(str(value), known)}.")
+        return Finding("value", f"{path}: {_said(value)} is not known{suggest(str(value), known)}.")
     text = str(context["error"]) if item["type"] == "value_error" else f"{item['msg']} (seen: {_said(value)})"
     text = f"{path}: {text}" if path else text
     return Finding("value", text if text.endswith("?") else f"{text}.", "", remedy)

@@ -5,12 +5,9 @@ Every source gives segments: rows that one file, one array or one split holds, w
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-import sys
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ import torch
 
 from retain.data import images, tables
 from retain.errors import ConfigError, DataError
+from retain.factory import blaming, load_factory
 from retain.params import derive, generator
 from retain.spec import RandomSpec, StreamSpec
 
@@ -231,12 +229,9 @@ def _npz(stream: StreamSpec, seed: int) -> list[Segment]:
 def _factory(stream: StreamSpec, seed: int) -> list[Segment]:
     """A user's function: an iterable of dicts of arrays, each one task."""
     name = str(stream.factory)
-    try:
-        given = list(_imported(name)())
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"stream.factory={name}: {type(error).__name__}: {error}") from error
+    function = load_factory("stream.factory", name)
+    with blaming("stream.factory", name):
+        given = list(function())
     wrong = [type(task).__name__ for task in given if not isinstance(task, Mapping)]
     if wrong or not given:
         seen = f"gave a {wrong[0]}" if wrong else "gave no task"
@@ -246,25 +241,6 @@ def _factory(stream: StreamSpec, seed: int) -> list[Segment]:
     for task, part in zip(given, names, strict=True):
         segments += _from_arrays(task, f"stream.factory={name}: task {part}", part, stream, integers_are_tokens=True)
     return segments
-
-
-def _imported(name: str) -> Callable[[], Iterable[Any]]:
-    """The function that a user's own file names; the working directory can be imported from meanwhile."""
-    module_name, _, function_name = name.partition(":")
-    folder = os.getcwd()
-    if module_name not in sys.modules:
-        LOG.info("stream.factory=%s: importing code from %s, as the configuration says", name, module_name)
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(module_name)
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"stream.factory={name}: {module.__file__ or module_name} has no function {function_name}.")
-    return function
 
 
 def _digits(stream: StreamSpec, seed: int) -> list[Segment]:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pyarrow.types as kinds
 
 from retain.errors import DataError
-from retain.spec import _suggest as suggest
+from retain.spec import suggest
 
 
 def read_table(form: str, path: str, text: Collection[str] = ()) -> pa.Table:

@@ -13,19 +13,18 @@ from torch import Tensor, nn
 
 from retain.data.task import Stream
 from retain.errors import ConfigError
+from retain.factory import LOG, blaming
 from retain.models.heads import (
-    LOG,
     GrowingHead,
     Head,
     NoHead,
     PerTaskHead,
     SingleHead,
-    blaming,
     grow_,
-    load_factory,
     makes_logits,
     resolve_head,
     seeded,
+    taken_by_factory,
 )
 from retain.params import derive
 from retain.spec import CnnSpec, MlpSpec, ModelSpec, RunSpec, StreamSpec
@@ -161,9 +160,9 @@ def _cnn(spec: CnnSpec, channels: int) -> tuple[nn.Module, int]:
 
 
 def _from_factory(name: str, stream: Stream, classes: int) -> tuple[nn.Module, int]:
-    factory, taken = load_factory(name)
+    factory, taken = taken_by_factory(name)
     known = {"input_shape": tuple(stream.shape), "classes": classes}
-    with blaming(name):
+    with blaming("model.factory", name):
         body = factory(**{key: known[key] for key in taken})
     if not isinstance(body, nn.Module):
         raise ConfigError(f"model.factory={name} must return a torch.nn.Module; it returned {type(body).__name__}.")
@@ -171,7 +170,7 @@ def _from_factory(name: str, stream: Stream, classes: int) -> tuple[nn.Module, i
 
     modes = {part: part.training for part in body.modules()}
     body.eval()  # so that BatchNorm leaves its buffers alone
-    with torch.no_grad(), blaming(name):
+    with torch.no_grad(), blaming("model.factory", name):
         dtype = torch.int64 if stream.kind == "tokens" else torch.float32
         outputs = body(torch.zeros(2, *stream.shape, dtype=dtype))
     for part, mode in modes.items():

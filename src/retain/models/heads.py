@@ -5,14 +5,10 @@ Every head is called with features [rows, d] and a task, and has `sizes`: its ou
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import logging
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +16,8 @@ from torch import Tensor, nn
 
 from retain.data.task import Stream
 from retain.errors import ConfigError
+from retain.factory import blaming, load_factory
 from retain.spec import ModelSpec, RunSpec
-
-LOG = logging.getLogger("retain")
 
 
 @contextmanager
@@ -180,47 +175,15 @@ def resolve_head(spec: RunSpec, stream: Stream) -> str:
 
 def makes_logits(model: ModelSpec) -> bool:
     """Whether the model is a factory whose signature takes `classes`: then it makes the logits, else features."""
-    return model.factory is not None and "classes" in load_factory(model.factory)[1]
+    return model.factory is not None and "classes" in taken_by_factory(model.factory)[1]
 
 
-def load_factory(name: str) -> tuple[Callable[..., object], set[str]]:
-    """Import the function that a user's own file names; the working directory can be imported from meanwhile.
-
-    Args:
-        name: ``package.module:function``.
-
-    Returns:
-        The function, and which of the keywords `input_shape` and `classes` its signature takes.
+def taken_by_factory(name: str) -> tuple[Callable[..., Any], set[str]]:
+    """The function of `model.factory`, and which of the keywords `input_shape` and `classes` its signature takes.
 
     Raises:
         ConfigError: there is no such module or function, or its import fails.
     """
-    module_name, _, function_name = name.partition(":")
-    folder = os.getcwd()
-    if module_name not in sys.modules:
-        LOG.info("model.factory=%s: importing code from %s, as the configuration says", name, module_name)
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        with blaming(name):
-            module = importlib.import_module(module_name)
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"model.factory={name}: {module.__file__ or module_name} has no function {function_name}.")
-    with blaming(name):
-        taken = {"input_shape", "classes"} & set(inspect.signature(function).parameters)
-    return function, taken
-
-
-@contextmanager
-def blaming(name: str) -> Iterator[None]:
-    """A region in which a user's factory runs: whatever it raises becomes a ConfigError that names it and the line."""
-    try:
-        yield
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if frame.filename.startswith("<frozen") else f" ({frame.filename}:{frame.lineno})"
-        raise ConfigError(f"model.factory={name}: {type(error).__name__}: {error}{where}") from error
+    function = load_factory("model.factory", name)
+    with blaming("model.factory", name):
+        return function, {"input_shape", "classes"} & set(inspect.signature(function).parameters)

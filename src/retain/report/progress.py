@@ -40,7 +40,7 @@ class TerminalProgress:
             self.bar = None
 
     def _note(self, text: str) -> None:
-        self.console.print(f"[yellow]·[/yellow] {escape(text)}", highlight=False)
+        self.console.print(f"[yellow]·[/yellow] {escape(text)}", highlight=False, soft_wrap=True)
 
     def _stream(self, stream: Any, pending: Any, learned: Any, steps: int) -> None:
         self.tasks, self.left = len(learned) + len(pending), steps
@@ -81,7 +81,7 @@ class TerminalProgress:
             self.retention = f"retention {sum(kept) / len(kept):.3f}"
         said = f"task {number + 1}/{self.tasks} {task.name}: {metric} {score(scores[-1])}"
         parts = [said, self.retention, _peak(peak), duration(time.monotonic() - self.began)]
-        self.console.print(escape(" · ".join(part for part in parts if part)), highlight=False)
+        self.console.print(escape(" · ".join(part for part in parts if part)), highlight=False, soft_wrap=True)
 
     def _done(self, summary: dict[str, Any]) -> None:
         self.close()
