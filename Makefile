@@ -31,7 +31,7 @@ check: $(STAMP) ## style, types and the direction of imports
 	@$(BIN)/ruff check --quiet --output-format concise || { echo "make format mends some of this"; exit 1; }
 	@$(BIN)/ruff format --check --quiet > .venv/format.log || { cat .venv/format.log; echo "make format mends this"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/lint-imports --no-timing > .venv/imports.log || { cat .venv/imports.log; exit 1; }
+	@$(BIN)/lint-imports --no-logo > .venv/imports.log || { cat .venv/imports.log; exit 1; }
 	@echo "style, types and imports: fine"
 
 format: $(STAMP) ## rewrite the code in the project's style
