@@ -134,10 +134,20 @@ def _show_log(console: Any) -> None:
 
 
 def _console() -> Any:
-    """Standard output: as wide as the terminal, wide enough for a table in a pipe."""
+    """Standard output: as wide as the terminal, wide enough for a table in a pipe; a reader who leaves is no error."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            _leave_pipe()
+
+    return Output() if sys.stdout.isatty() else Output(width=160)
+
+
+def _leave_pipe() -> None:
+    """End quietly after the reader of standard output has left, as `| head` does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise typer.Exit(0)
 
 
 @contextmanager
@@ -153,9 +163,8 @@ def _errors(as_json: bool) -> Iterator[None]:
             mark = "error: " if error.exit_code == BAD_CONFIG or error.exit_code < 128 else ""
             typer.secho(f"{mark}{error}", err=True, fg=typer.colors.RED if mark else None)
         raise typer.Exit(error.exit_code) from None
-    except BrokenPipeError:  # the reader of a pipe left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
+    except BrokenPipeError:
+        _leave_pipe()
 
 
 def main() -> None:

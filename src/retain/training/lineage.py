@@ -334,7 +334,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         save_file(_savable(tensors), path)
     except SafetensorError as error:  # it hides the operating system's error in its text
-        code = re.search(r"code: (\d+)", str(error))
+        code = re.search(r"(?:os error|code:) (\d+)", str(error))
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
