@@ -20,7 +20,7 @@ CONFIG = {
     "stream": {"builtin": "digits", "split": {"by": "class", "groups": 5}},
     "model": {"mlp": {"hidden": [256, 256]}},
     "training_params": {
-        "epochs": 15,
+        "epochs": 60,
         "optimizer": "Adam(lr=1e-3)",
         "schedule": "cosine",
         "regularization": {"replay_ratio": 1.0, "replay_capacity": 200},
@@ -60,7 +60,7 @@ def main() -> None:
                 if len(list(run.glob("*/*/manifest.json"))) != seen:
                     break
                 time.sleep(0.002)
-            time.sleep(draw.uniform(0, 0.35))
+            time.sleep(draw.uniform(0, 0.25))
             if process.poll() is not None:
                 break
             process.kill()

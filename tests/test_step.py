@@ -130,6 +130,23 @@ def test_a_penalty_is_a_sum_over_items_and_counts_once_under_accumulation():
     assert (weights(whole) - weights(parts)).abs().max() < 1e-9
 
 
+def test_a_penalty_that_is_a_constant_changes_nothing():
+    plain, constant = make_job(), make_job(methods=[method(penalty=lambda ctx, state: torch.zeros(()))])
+    for job in (plain, constant):
+        run(job, 3)
+    assert torch.equal(weights(plain), weights(constant))
+
+
+def test_the_reported_loss_is_the_weighted_mean_with_its_penalties():
+    job = make_job(
+        methods=[method(penalty=lambda ctx, state: 3.0 * len(ctx.batch) + 0 * next(iter(ctx.params.values())).sum())], micro_batch=5
+    )
+    batch = next(batches(1))
+    expected = CLASSIFICATION.mean(job.model(batch.inputs["x"]), batch) + 3.0
+    result = train_step(job, batch, StepContext(job.model, job.params, job.objective))
+    assert torch.allclose(result.loss, expected)
+
+
 def test_rows_that_are_mixed_in_count_as_items():
     extra = next(batches(1, rows=8, seed=9))
     mixed = make_job(methods=[method(mix=lambda batch, ctx, state: concatenated(batch, extra))])
@@ -181,7 +198,9 @@ def test_ragged_tokens_are_divided_by_the_tokens_of_the_whole_step():
     """Ten sequences of different lengths in micro-batches of three: the mean over tokens, not a mean of means."""
 
     def loss(outputs, batch):
-        return nn.functional.cross_entropy(outputs.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="sum")
+        return nn.functional.cross_entropy(
+            outputs.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="none"
+        ).view(batch.targets.shape)
 
     made = torch.Generator().manual_seed(3)
     x, targets = torch.randn(10, 7, 6, generator=made, dtype=torch.float64), torch.randint(3, (10, 7), generator=made)
@@ -190,7 +209,7 @@ def test_ragged_tokens_are_divided_by_the_tokens_of_the_whole_step():
     found = []
     for limit in (None, 3):
         job = make_job("SGD(lr=0.1)", dtype=torch.float64, micro_batch=limit)
-        job.objective = job.objective._replace(loss=loss)
+        job.objective = job.objective._replace(losses=loss)
         result = train_step(job, Batch({"x": x}, targets), StepContext(job.model, job.params, job.objective))
         found.append((weights(job), result.loss))
     mean = nn.functional.cross_entropy(Net(torch.float64)(x).flatten(0, 1), targets.flatten(), ignore_index=-100)

@@ -111,9 +111,16 @@ def _joined(first: Column, second: Column, sizes: tuple[int, int]) -> Column:
 
 
 class Objective(NamedTuple):
-    """What is learned: `loss(outputs, batch)` is the sum over the batch's items, weights included, as a 0-d tensor."""
+    """What is learned: `losses(outputs, batch)` is the loss of every item, without weights, [rows] or [rows, tokens]."""
 
-    loss: Callable[[Any, Batch], Tensor]
+    losses: Callable[[Any, Batch], Tensor]
+
+    def mean(self, outputs: Any, batch: Batch) -> Tensor:
+        """Weighted sum of the losses over the batch's items, 0-d: what a loop of one's own calls `backward` on."""
+        losses = self.losses(outputs, batch)
+        if batch.weights is not None:
+            losses = (losses.mT * batch.weights).mT if losses.ndim > 1 else losses * batch.weights
+        return losses.sum() / batch.items
 
 
 class StepContext(NamedTuple):

@@ -1,7 +1,7 @@
 """The step that training runs and planning traces; there is no second description of it.
 
-The loss of every micro-batch is a sum over its items divided by the items of the whole step, so that micro-batches of any size
-give the gradient of the whole batch.
+Every item's loss counts for its weight divided by the items of the whole step, so that micro-batches of any size give the gradient
+of the whole batch.
 """
 
 from __future__ import annotations
@@ -47,17 +47,16 @@ class Job:
 
 
 class StepResult(NamedTuple):
-    """What a step reports: the loss summed over its items (0-d tensor), items, rows, and whether the scaler skipped the update."""
+    """What a step reports: its losses with the share of each, its rows, and whether the scaler skipped the update."""
 
-    total: Tensor
-    items: int | Tensor
+    heard: list[tuple[Tensor, Tensor]]
     rows: int
     skipped: bool
 
     @property
     def loss(self) -> Tensor:
-        """Mean loss per item."""
-        return self.total / self.items
+        """Mean loss per item, penalties included, 0-d; summed only when it is asked for."""
+        return torch.stack([(losses * shares).sum() for losses, shares in self.heard]).sum()
 
 
 def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str, float] | None = None) -> StepResult:
@@ -75,17 +74,20 @@ def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str
     items = batch.items
     scaler, optimizer = job.precision.scaler, job.optimizer
 
-    total: Tensor | None = None
+    heard: list[tuple[Tensor, Tensor]] = []
     for number, micro in enumerate(micro_batches(batch, job.micro_batch)):
         seed_dropout(derive(ctx.key, ctx.step, number), job.device)
         outputs = forward(job, micro)
-        loss = job.objective.loss(outputs, micro)
+        losses = job.objective.losses(outputs, micro)
+        parts, shares = [losses], [item_shares(losses, micro.weights, items)]
         for method, state in job.methods:
             if method.penalty is not None:
-                loss = loss + method.penalty(ctx._replace(batch=micro, outputs=outputs), state)
-        share = _one_of(items, loss.dtype, loss.device)
-        loss.backward(share if scaler is None else scaler.scale(share))  # the gradient of loss / items
-        total = loss.detach() if total is None else total + loss.detach()
+                penalty = method.penalty(ctx._replace(batch=micro, outputs=outputs), state)
+                if penalty.requires_grad:  # a constant, such as 0 before there is anything to protect, has no gradient
+                    parts.append(penalty)
+                    shares.append(item_shares(penalty, None, items))
+        heard.extend((part.detach(), share) for part, share in zip(parts, shares, strict=True))
+        torch.autograd.backward(parts, shares if scaler is None else scaler.scale(shares))
 
     if scaler is not None:
         scaler.unscale_(optimizer)
@@ -108,8 +110,7 @@ def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str
                 method.project_(job.params, state, step_sizes or {})
     for param in job.params.values():
         param.grad = None
-    assert total is not None
-    return StepResult(total, items, len(batch), skipped)
+    return StepResult(heard, len(batch), skipped)
 
 
 def forward(job: Job, batch: Batch) -> Any:
@@ -139,22 +140,30 @@ def micro_batches(batch: Batch, limit: int | None) -> Iterator[Batch]:
         yield batch.rows(start, min(start + size, rows))
 
 
-def _one_of(items: int | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1 / items, 0-d."""
-    return torch.full((), 1 / items, dtype=dtype, device=device) if isinstance(items, int) else items.to(dtype).reciprocal()
+def item_shares(losses: Tensor, weights: Tensor | None, items: int | Tensor) -> Tensor:
+    """What each loss counts for in the mean over the step's items, in the shape of the losses.
+
+    Given to the backward pass as the gradient of the losses: the weighted sum itself, and its division, need no operation.
+
+    Args:
+        losses: one per item, [rows] or [rows, tokens], or a sum over items, [].
+        weights: of each row, [rows]; None means 1.
+        items: of the whole step.
+    """
+    if weights is None:
+        return torch.full_like(losses, 1 / items) if isinstance(items, int) else torch.ones_like(losses) / items
+    shares = (weights / items).to(losses.dtype)
+    return shares if losses.ndim == 1 else shares[:, None].expand_as(losses)
 
 
 def cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy summed over rows, each times its weight.
+    """Cross-entropy of each row, [rows].
 
     Args:
         outputs: logits, [rows, classes].
         batch: with targets [rows].
     """
-    logits = full_precision(outputs)
-    if batch.weights is None:
-        return F.cross_entropy(logits, batch.targets, reduction="sum")
-    return F.cross_entropy(logits, batch.targets, reduction="none").dot(batch.weights.to(logits.dtype))
+    return F.cross_entropy(full_precision(outputs), batch.targets, reduction="none")
 
 
 CLASSIFICATION = Objective(cross_entropy)

@@ -45,25 +45,28 @@ class TaskBatches:
         self.steps_per_epoch = steps_per_epoch(len(rows), batch_size)
         self._per_block = max(1, BLOCK_BYTES // (batch_size * bytes_per_row(rows.inputs)))
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
-        self._held, self._block = (-1, -1), Batch({}, self._order)
+        self._held: tuple[int, int] = (-1, -1)
+        self._block: list[Batch] = []
 
     def at(self, step: int) -> Batch:
-        """The batch of an optimizer step, counted from the task's start; views of a block of a few batches."""
+        """The batch of an optimizer step, counted from the task's start."""
         epoch, position = divmod(step, self.steps_per_epoch)
         block, place = divmod(position, self._per_block)
         if (epoch, block) != self._held:
             self._block, self._held = self._gather(epoch, block), (epoch, block)
-        start = place * self.batch_size
-        last = position == self.steps_per_epoch - 1
-        return self._block.rows(start, len(self._block) if last else start + self.batch_size)
+        return self._block[place]
 
-    def _gather(self, epoch: int, block: int) -> Batch:
+    def _gather(self, epoch: int, block: int) -> list[Batch]:
+        """The batches of a few steps, as views of rows gathered at once."""
         if epoch != self._epoch:
             key = derive("rows", self.seed, self.task, epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self.rows), generator=generator(key))
-        rows = self._per_block * self.batch_size
-        last = (block + 1) * self._per_block >= self.steps_per_epoch
-        return self._batch(self._order[block * rows :] if last else self._order[block * rows : (block + 1) * rows])
+        first = block * self._per_block
+        count = min(self._per_block, self.steps_per_epoch - first)
+        stop = len(self.rows) if first + count == self.steps_per_epoch else (first + count) * self.batch_size
+        gathered = self._batch(self._order[first * self.batch_size : stop])
+        starts = [number * self.batch_size for number in range(count)]
+        return [gathered.rows(start, end) for start, end in zip(starts, [*starts[1:], len(gathered)], strict=True)]
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         """All rows once, in their own order."""

@@ -57,7 +57,7 @@ def replay(settings: ReplaySpec) -> Method:
     """
     held: tuple[int, ...] = ()
     number, steps = -1, 1
-    block = Batch({}, torch.empty(0))
+    parts: list[Batch] = []
     weights = functools.lru_cache(maxsize=64)(row_weights)  # the same few tensors again and again; nothing writes to them
 
     def init(params: object) -> ReplayState:
@@ -91,8 +91,8 @@ def replay(settings: ReplaySpec) -> Method:
         return mixed
 
     def ahead(state: ReplayState, ctx: StepContext, most: int, count: int) -> Batch:
-        """`count` rows for this step, from a block drawn for a few steps at once: a function of key, step and buffer."""
-        nonlocal held, number, steps, block
+        """`count` rows for this step, from rows drawn for a few steps at once: a function of key, step and buffer."""
+        nonlocal held, number, steps, parts
         if held != (now := (ctx.key, most, state.buffer.seen, id(state))):
             steps = max(1, BLOCK_BYTES // (most * bytes_per_row(state.buffer.columns["inputs"])))
             held, number = now, -1
@@ -101,7 +101,8 @@ def replay(settings: ReplaySpec) -> Method:
             drawn = sample(state, steps * most, derive("replay", ctx.key, wanted))
             assert drawn is not None
             block, number = Batch(drawn.inputs, drawn.targets), wanted
-        return block.rows(place * most, place * most + count)
+            parts = [block.rows(start, start + most) for start in range(0, steps * most, most)]
+        return parts[place] if count == most else parts[place].rows(0, count)
 
     def begin_task(ctx: StepContext, state: ReplayState) -> None:
         """Follow a configuration that has changed since the state was saved, as far as a filled buffer can."""
