@@ -187,7 +187,7 @@ def test_a_disk_that_fills_up_while_training(here, small_disk, foreseen, monkeyp
     config = write(here, {"stream": stream, "model": model, "training_params": TRAIN})
     with monkeypatch.context() as patched:
         if not foreseen:
-            patched.setattr(loop, "_check_disk", lambda training, task: None)
+            patched.setattr(loop, "check_disk", lambda job, task, path: None)
         stopped = retain("train", config, "--run", small_disk / "run")
     refused(stopped, "bytes are free" if foreseen else "No space left on device", code=1)
     learned = len((small_disk / "run/lineage.jsonl").read_text().splitlines())

@@ -14,6 +14,7 @@ from retain.errors import RunError
 from retain.models.build import build_model
 from retain.spec import RunSpec
 from retain.training import loop
+from retain.training.checks import Listener
 from retain.training.lineage import load_checkpoint, opened
 from retain.training.summary import summarize
 
@@ -52,7 +53,7 @@ def train(
     run: str | Path,
     *,
     stream: Stream | None = None,
-    listener: loop.Listener | None = None,
+    listener: Listener | None = None,
 ) -> dict[str, Any]:
     """Learn the tasks of a stream that a run does not have yet; see `retain.training.loop.train`."""
     return loop.train(as_spec(spec), Path(run), stream=stream, listener=listener)

@@ -12,7 +12,7 @@ from retain.data.task import Rows, Stream, Task
 from retain.errors import ConfigError, DataError, RunError
 from retain.seams import Method
 from retain.spec import RunSpec
-from retain.training import loop
+from retain.training import checks, loop
 
 RANDOM = {"input": "vector", "shape": [6], "classes": 4, "samples": 40, "tasks": 2}
 
@@ -179,7 +179,7 @@ def test_a_changed_setting_starts_the_task_again(tmp_path):
 
 def test_little_free_disk_is_refused_before_training(tmp_path):
     usage = mock.Mock(free=1000)
-    with mock.patch.object(loop.shutil, "disk_usage", return_value=usage), pytest.raises(RunError, match="1,000 bytes are free"):
+    with mock.patch.object(checks.shutil, "disk_usage", return_value=usage), pytest.raises(RunError, match="1,000 bytes are free"):
         loop.train(spec(), tmp_path / "run")
 
 

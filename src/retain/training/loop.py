@@ -9,11 +9,10 @@ import contextlib
 import dataclasses
 import datetime
 import math
-import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,15 @@ import yaml
 from retain.data.batches import TaskBatches, steps_per_epoch
 from retain.data.scenarios import build_stream
 from retain.data.task import Rows, Stream, Task
-from retain.errors import ConfigError, DataError, RunError, Stopped
+from retain.errors import Stopped
 from retain.memory.meter import peak_bytes, reset_peak, resolve_device
 from retain.memory.optimizer import lr_factor, set_lr_, step_sizes
 from retain.models.heads import resolve_head
-from retain.params import check_finite, derive, nbytes
+from retain.params import check_finite, derive
 from retain.seams import StepContext
 from retain.spec import RunSpec, differences
 from retain.step import Job, train_step
+from retain.training.checks import Listener, check_disk, check_identity, diverged, identity_of, pending_tasks
 from retain.training.evaluate import measure
 from retain.training.job import FILES, grow_job, job_files, make_job, restore_job
 from retain.training.lineage import (
@@ -47,9 +47,6 @@ from retain.training.lineage import (
     write_file,
 )
 from retain.training.summary import summarize, to_json, versions
-
-Listener = Callable[[str, dict[str, Any]], None]
-"""Hears what happens: `listener(kind, values)`, kind being stream, task, progress, evaluated, note or done."""
 
 TICK_SECONDS = 0.2
 MAY_CHANGE_WITHIN_TASK = ("checkpoint.", "budget.", "stream.", "training_params.device", "training_params.eval_batch_size")
@@ -132,10 +129,10 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
         if stream is None:
             stream = build_stream(spec, prior["frozen"] if prior else None)
         identity = identity_of(spec, stream)
-        _check_identity(path, identity, prior)
+        check_identity(path, identity, prior)
         for text in (*run.notes, *stream.notes):
             listener("note", {"text": text})
-        pending = _pending(stream, run, listener)
+        pending = pending_tasks(stream, run, listener)
         listener("stream", {"stream": stream, "pending": pending, "learned": run.learned, "steps": total_steps(spec, pending)})
         if pending:
             job = make_job(spec, stream, device, prior["sizes"] if prior else [])
@@ -161,10 +158,10 @@ def look(spec: RunSpec, path: Path) -> dict[str, Any]:
         if (latest := run.latest()) is not None:
             prior = load_checkpoint(run.task_path(latest), ["state.json"])["state.json"]
     stream = build_stream(spec, prior["frozen"] if prior else None)
-    _check_identity(path, identity_of(spec, stream), prior)
+    check_identity(path, identity_of(spec, stream), prior)
     make_job(spec, stream, resolve_device(spec.training_params.device), prior["sizes"] if prior else [])
     notes = list(stream.notes)
-    pending = _pending(stream, run, lambda kind, values: notes.append(values["text"]))
+    pending = pending_tasks(stream, run, lambda kind, values: notes.append(values["text"]))
     tasks = [
         {
             "task": task.name,
@@ -222,11 +219,11 @@ def _learn(training: Training, task: Task) -> None:
     progress = _resume(training, task)
     if progress is None:
         progress = _begin(training, task)
-    _check_disk(training, task)
+    check_disk(training.job, task, run.path)
     batches = _batches(training, number, task.train, task.classes)
     _run_steps(training, task, batches, progress)
     if (name := check_finite(training.job.model.state_dict())) is not None:
-        raise _diverged(task, name)
+        raise diverged(task, name)
 
     row = _measure_all(training, task)
     peak = peak_bytes(training.job.device)
@@ -291,7 +288,7 @@ def _run_steps(training: Training, task: Task, batches: TaskBatches, progress: P
         if due or now >= next_tick:
             loss = result.loss.item()
             if not math.isfinite(loss) and not result.skipped:
-                raise _diverged(task, check_finite(job.model.state_dict()) or "the loss")
+                raise diverged(task, check_finite(job.model.state_dict()) or "the loss")
             rate = (now - began) / (progress.step - first)
             heard = {"step": progress.step, "steps": steps, "loss": loss, "seconds_per_step": rate}
             training.listener("progress", {**heard, "peak": peak_bytes(job.device)})
@@ -473,74 +470,7 @@ def _changes(values: Mapping[str, Any], spec: RunSpec) -> dict[str, tuple[Any, A
     return differences(RunSpec.parse(values).model_dump(mode="json"), spec.model_dump(mode="json"))
 
 
-# --- checks before time is spent --------------------------------------------------------------------------------------
-
-
-def identity_of(spec: RunSpec, stream: Stream) -> dict[str, Any]:
-    """What must stay the same for one run to go on: model, inputs, label and metric."""
-    model = spec.model.model_dump(mode="json", exclude_none=True, exclude={"weights", "head"})
-    return {
-        "model": model,
-        "head": "per-task" if resolve_head(spec, stream) == "per-task" else "shared",
-        "input": {"kind": stream.kind, "shape": list(stream.shape)},
-        "features": list(stream.features),
-        "label": spec.stream.label,
-        "metric": spec.stream.metric,
-    }
-
-
-def _check_identity(path: Path, identity: dict[str, Any], prior: dict[str, Any] | None) -> None:
-    if prior is None or prior["identity"] == identity:
-        return
-    changes = differences(prior["identity"], identity)
-    said = "; ".join(f"{key} was {_short(old)}, is {_short(new)}" for key, (old, new) in changes.items())
-    raise ConfigError(f"{path} belongs to another run: {said}. Give --run another directory, or put the setting back.")
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def _pending(stream: Stream, run: RunDirectory, listener: Listener) -> list[Task]:
-    """Tasks that are not learned; speaks of learned ones that are gone or have changed."""
-    learned = {record["task"]: record for record in run.learned}
-    current = {task.name: task for task in stream.tasks}
-    for name, record in learned.items():
-        kept = has_file(run.task_path(record["number"]), "eval.safetensors")
-        if name not in current and not kept:
-            raise DataError(
-                f"Task {name!r} was learned by this run and is no longer in the stream, and its evaluation rows were not kept "
-                "(stream.keep_eval: false), so it cannot be measured. Put its data back, or start a new run."
-            )
-        if name not in current:
-            listener("note", {"text": f"Task {name} is no longer in the stream; it is measured on the rows kept in the run."})
-        elif current[name].fingerprint() != record["fingerprint"]:
-            rows = "the rows kept in the run" if kept else "the rows that the stream has now"
-            listener("note", {"text": f"Task {name} has other rows now than when it was learned; it is measured on {rows}."})
-    return [task for task in stream.tasks if task.name not in learned]
-
-
-def _check_disk(training: Training, task: Task) -> None:
-    """Refuse to start a task whose checkpoints would not fit on the disk."""
-    job = training.job
-    model = nbytes(job.model.state_dict().values())
-    methods = sum(method.nbytes(state) for method, state in job.methods)
-    checkpoint = 3 * model + methods  # weights and at most two moments
-    needed = checkpoint * 2 + nbytes(task.test.tensors().values())
-    free = shutil.disk_usage(training.run.path).free
-    if free < needed:
-        raise RunError(
-            f"{training.run.path}: {free:,} bytes are free, and task {task.name} needs about {needed:,} for its checkpoints. "
-            "Free space, give --run another disk, or set checkpoint.keep_tasks: 1."
-        )
-
-
-def _diverged(task: Task, name: str) -> RunError:
-    return RunError(
-        f"Training diverged in task {task.name}: {name} is not finite. Nothing of this task was saved over good weights. "
-        "Lower the learning rate, set training_params.max_norm: 1.0, or check the inputs' range."
-    )
+# --- small things -----------------------------------------------------------------------------------------------------
 
 
 def _metrics(spec: RunSpec) -> tuple[str, ...]:

@@ -1,0 +1,96 @@
+"""What is checked before training time is spent: that run, stream and disk fit together; and the error of a diverged task."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from retain.data.task import Stream, Task
+from retain.errors import ConfigError, DataError, RunError
+from retain.models.heads import resolve_head
+from retain.params import nbytes
+from retain.spec import RunSpec, differences
+from retain.step import Job
+from retain.training.lineage import RunDirectory, has_file
+
+Listener = Callable[[str, dict[str, Any]], None]
+"""Hears what happens: `listener(kind, values)`, kind being stream, task, progress, evaluated, note or done."""
+
+
+def identity_of(spec: RunSpec, stream: Stream) -> dict[str, Any]:
+    """What must stay the same for one run to go on: model, inputs, label and metric."""
+    model = spec.model.model_dump(mode="json", exclude_none=True, exclude={"weights", "head"})
+    return {
+        "model": model,
+        "head": "per-task" if resolve_head(spec, stream) == "per-task" else "shared",
+        "input": {"kind": stream.kind, "shape": list(stream.shape)},
+        "features": list(stream.features),
+        "label": spec.stream.label,
+        "metric": spec.stream.metric,
+    }
+
+
+def check_identity(path: Path, identity: dict[str, Any], prior: dict[str, Any] | None) -> None:
+    """Refuse to go on with a run of another model, label or metric.
+
+    Args:
+        path: the run's directory.
+        identity: of the configuration and the stream; see `identity_of`.
+        prior: state of the last learned task; None for a new run.
+
+    Raises:
+        ConfigError: names what differs.
+    """
+    if prior is None or prior["identity"] == identity:
+        return
+    changes = differences(prior["identity"], identity)
+    said = "; ".join(f"{key} was {_short(old)}, is {_short(new)}" for key, (old, new) in changes.items())
+    raise ConfigError(f"{path} belongs to another run: {said}. Give --run another directory, or put the setting back.")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def pending_tasks(stream: Stream, run: RunDirectory, listener: Listener) -> list[Task]:
+    """Tasks that are not learned; speaks of learned ones that are gone or have changed."""
+    learned = {record["task"]: record for record in run.learned}
+    current = {task.name: task for task in stream.tasks}
+    for name, record in learned.items():
+        kept = has_file(run.task_path(record["number"]), "eval.safetensors")
+        if name not in current and not kept:
+            raise DataError(
+                f"Task {name!r} was learned by this run and is no longer in the stream, and its evaluation rows were not kept "
+                "(stream.keep_eval: false), so it cannot be measured. Put its data back, or start a new run."
+            )
+        if name not in current:
+            listener("note", {"text": f"Task {name} is no longer in the stream; it is measured on the rows kept in the run."})
+        elif current[name].fingerprint() != record["fingerprint"]:
+            rows = "the rows kept in the run" if kept else "the rows that the stream has now"
+            listener("note", {"text": f"Task {name} has other rows now than when it was learned; it is measured on {rows}."})
+    return [task for task in stream.tasks if task.name not in learned]
+
+
+def check_disk(job: Job, task: Task, path: Path) -> None:
+    """Refuse to start a task whose checkpoints would not fit on the disk."""
+    model = nbytes(job.model.state_dict().values())
+    methods = sum(method.nbytes(state) for method, state in job.methods)
+    checkpoint = 3 * model + methods  # weights and at most two moments
+    needed = checkpoint * 2 + nbytes(task.test.tensors().values())
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise RunError(
+            f"{path}: {free:,} bytes are free, and task {task.name} needs about {needed:,} for its checkpoints. "
+            "Free space, give --run another disk, or set checkpoint.keep_tasks: 1."
+        )
+
+
+def diverged(task: Task, name: str) -> RunError:
+    """The error of a task whose weights or loss are no longer finite; `name` is the first of them."""
+    return RunError(
+        f"Training diverged in task {task.name}: {name} is not finite. Nothing of this task was saved over good weights. "
+        "Lower the learning rate, set training_params.max_norm: 1.0, or check the inputs' range."
+    )
