@@ -50,7 +50,7 @@ def months(count, each=10):
 
 
 def prints(stream):
-    return [task.fingerprint() for task in stream.tasks]
+    return [task.fingerprint for task in stream.tasks]
 
 
 def names(stream):
@@ -233,7 +233,7 @@ def test_a_permutation_is_fixed_shared_by_all_rows_and_the_first_is_none():
     base = build(**keys, split={"by": "none"}).tasks[0]
     stream = build(**keys, split={"by": "permutation", "tasks": 3})
     assert stream.scenario == "domain-incremental" and names(stream) == ["permutation-0", "permutation-1", "permutation-2"]
-    assert stream.tasks[0].fingerprint() == base.fingerprint()
+    assert stream.tasks[0].fingerprint == base.fingerprint
     orders = []
     for task in stream.tasks[1:]:
         plain, turned = (part.train.inputs["x"].numpy().reshape(len(part.train), 64) for part in (base, task))

@@ -62,13 +62,13 @@ def test_every_file_format_gives_the_same_rows(tmp_path, csv):
     pq.write_table(table, files["parquet"])
     files["jsonl"].write_text("\n".join(str(row).replace("'", '"') for row in table.to_pylist()))
     pyarrow.feather.write_feather(table, str(files["arrow"]), compression="uncompressed")
-    found = {form: build(**{form: str(path)}, label="y").tasks[0].fingerprint() for form, path in files.items()}
+    found = {form: build(**{form: str(path)}, label="y").tasks[0].fingerprint for form, path in files.items()}
     with gzip.open(tmp_path / "d.csv.gz", "wt") as file:
         file.write(table_csv())
-    found["gz"] = build(csv=str(tmp_path / "d.csv.gz"), label="y").tasks[0].fingerprint()
+    found["gz"] = build(csv=str(tmp_path / "d.csv.gz"), label="y").tasks[0].fingerprint
     with pa.OSFile(str(tmp_path / "s.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    found["stream"] = build(arrow=str(tmp_path / "s.arrow"), label="y").tasks[0].fingerprint()
+    found["stream"] = build(arrow=str(tmp_path / "s.arrow"), label="y").tasks[0].fingerprint
     assert len(set(found.values())) == 1
 
 
@@ -86,7 +86,7 @@ def test_a_column_that_is_text_in_one_file_is_text_in_all(csv):
     stream = build(csv=[first, second], label="y", split={"by": "file"})
     assert stream.features == ["code=007", "code=12", "code=(other)"] and [t.name for t in stream.tasks] == ["first", "second"]
     alone = build(frozen=stream.frozen, csv=[first], label="y", split={"by": "file"})
-    assert alone.tasks[0].fingerprint() == stream.tasks[0].fingerprint()
+    assert alone.tasks[0].fingerprint == stream.tasks[0].fingerprint
 
 
 def test_a_file_of_a_finished_task_may_be_gone(csv, tmp_path):
@@ -94,7 +94,7 @@ def test_a_file_of_a_finished_task_may_be_gone(csv, tmp_path):
     stream = build(csv=names, label="y", split={"by": "file"})
     (tmp_path / "may.csv").unlink()
     later = build(frozen=stream.frozen, csv=names, label="y", split={"by": "file"})
-    assert later.tasks[0].fingerprint() == stream.tasks[1].fingerprint() and "may.csv" in later.notes[0]
+    assert later.tasks[0].fingerprint == stream.tasks[1].fingerprint and "may.csv" in later.notes[0]
     refused("no such file", csv=names, label="y")
 
 
@@ -155,7 +155,7 @@ def test_images_in_a_table_are_decoded(tmp_path):
     decoded = build(parquet=str(tmp_path / "d.parquet"), label="y", image="img")
     lists = build(parquet=str(tmp_path / "d.parquet"), label="y", image="raw")
     assert decoded.kind == "image" and decoded.shape == (1, 5, 4)
-    assert decoded.tasks[0].fingerprint() == lists.tasks[0].fingerprint()
+    assert decoded.tasks[0].fingerprint == lists.tasks[0].fingerprint
     rows = torch.cat([decoded.tasks[0].train.inputs["x"], decoded.tasks[0].test.inputs["x"]])
     assert {row.numpy().tobytes() for row in rows} == {each.tobytes() for each in pixels}
     assert build(parquet=str(tmp_path / "d.parquet"), label="y", image="img", image_size=3).shape == (1, 3, 3)
@@ -218,7 +218,7 @@ def test_digits_and_random_rows_keep_their_dtypes():
         task = stream.tasks[1]
         assert task.train.inputs["x"].dtype == dtype and task.train.targets.dtype == torch.int64
         assert task.train.targets.bincount().tolist() == [8, 8, 8] and len(task.test) == 6
-        assert task.fingerprint() == build(random=given).tasks[1].fingerprint() != stream.tasks[0].fingerprint()
+        assert task.fingerprint == build(random=given).tasks[1].fingerprint != stream.tasks[0].fingerprint
     refused("random.shape", random={"input": "image", "shape": [4]})
 
 

@@ -16,13 +16,14 @@ FILES = {
     "model.safetensors": {"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)},
     "methods.safetensors": {},
     "optimizer.safetensors": {"w/step": torch.tensor(1.0)},
-    "state.json": {"record": {"number": 0, "status": "learned"}},
+    "state.json": {"sizes": [2]},
+    "record.json": {"number": 0, "status": "learned"},
     "spec.yaml": "a: 1\n",
 }
 
 
 def files(number):
-    return {**FILES, "state.json": {"record": record(number)}}
+    return {**FILES, "record.json": record(number)}
 
 
 def record(number):
@@ -80,7 +81,16 @@ def test_tasks_are_counted_and_the_last_one_is_promoted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", '{"number": 0, "sta', "[1]\n", "\x00\x00\n", '{"number": 0, "status": "learned"}\n{"num']
+    "content",
+    [
+        None,
+        "",
+        '{"number": 0, "sta',
+        "[1]\n",
+        "\x00\x00\n",
+        '{"number": 1, "task": "other", "status": "learned"}\n',
+        '{"number": 0, "status": "learned"}\n{"num',
+    ],
 )
 def test_a_damaged_lineage_is_rebuilt_from_the_tasks(tmp_path, content):
     path = learned(tmp_path / "run") / "lineage.jsonl"
@@ -117,7 +127,7 @@ def test_old_tasks_lose_their_weights_and_keep_their_record(tmp_path):
     with opened(path) as run:
         run.prune_tasks(2)
         assert not (path / "tasks/0001/model.safetensors").exists()
-        load_checkpoint(path / "tasks/0001", ["state.json", "spec.yaml"])
+        load_checkpoint(path / "tasks/0001", ["state.json", "record.json", "spec.yaml"])
         load_checkpoint(path / "tasks/0002", list(FILES))
         with pytest.raises(Damaged, match="keep_tasks"):
             load_checkpoint(path / "tasks/0001", ["model.safetensors"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Rows:
         inputs = {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
         return cls(inputs, tensors["targets"])
 
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of every value, dtype and shape."""
         digest = hashlib.sha256()
@@ -68,9 +70,10 @@ class Task:
     test: Rows
     classes: Sequence[int]
 
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of the task's rows."""
-        parts = (self.train.fingerprint(), self.validation.fingerprint(), self.test.fingerprint())
+        parts = (self.train.fingerprint, self.validation.fingerprint, self.test.fingerprint)
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 

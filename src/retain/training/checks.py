@@ -68,7 +68,7 @@ def pending_tasks(stream: Stream, run: RunDirectory, listener: Listener) -> list
             )
         if name not in current:
             listener("note", {"text": f"Task {name} is no longer in the stream; it is measured on the rows kept in the run."})
-        elif current[name].fingerprint() != record["fingerprint"]:
+        elif current[name].fingerprint != record["fingerprint"]:
             rows = "the rows kept in the run" if kept else "the rows that the stream has now"
             listener("note", {"text": f"Task {name} has other rows now than when it was learned; it is measured on {rows}."})
     return [task for task in stream.tasks if task.name not in learned]

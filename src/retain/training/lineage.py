@@ -54,8 +54,8 @@ class RunDirectory:
 
     @property
     def learned(self) -> list[dict[str, Any]]:
-        """Records of the tasks that count as learned."""
-        return [record for record in self.records if record["status"] == "learned"]
+        """Records of the tasks that count as learned, by number."""
+        return sorted((record for record in self.records if record["status"] == "learned"), key=lambda record: record["number"])
 
     def task_path(self, number: int) -> Path:
         """Where a task's checkpoint lies."""
@@ -67,37 +67,40 @@ class RunDirectory:
         return sorted(found, key=lambda path: path.name, reverse=True)
 
     def read_records(self, *, repair: bool = True) -> None:
-        """Read the lineage; rebuild from the task directories what is missing or damaged in it.
+        """Read the lineage. What it says of learned tasks comes from their directories; its own lines add the others.
 
         Args:
-            repair: write what was rebuilt.
+            repair: write the lineage anew where it says something else.
 
         Raises:
-            Damaged: a task in the middle of the lineage is gone.
+            Damaged: a task's record is damaged, or a task in the middle of the lineage is gone.
         """
-        records, damaged = [], False
-        for line in _lines(self.path / "lineage.jsonl"):
+        lines = []
+        for text in _lines(self.path / "lineage.jsonl"):
             try:
-                record = json.loads(line)
-                damaged |= not isinstance(record, dict) or "status" not in record
-                records.append(record)
-            except ValueError:
-                damaged = True
-        if damaged:
-            self.notes.append("lineage.jsonl was damaged; rebuilt from the task directories.")
-            records = []
-        on_disk = {int(path.name) for path in self.path.glob("tasks/[0-9]*") if path.name.isdigit()}
-        learned = {record["number"] for record in records if record["status"] == "learned"}
-        gone = sorted(learned - on_disk)
-        if gone and any(number > gone[0] for number in on_disk):
-            raise Damaged(f"{self.task_path(gone[0])} is missing, but later tasks are there. Put it back from a copy.")
-        for record in records:
-            if record["number"] in gone and record["status"] == "learned":
-                record["status"] = "rolled back"
-        for number in sorted(on_disk - learned):
-            records.append(load_checkpoint(self.task_path(number), ("state.json",))["state.json"]["record"])
-        self.records = records
-        if repair and (damaged or gone or on_disk - learned):
+                record = json.loads(text)
+                lines.append(record if isinstance(record["number"], int) and isinstance(record["status"], str) else None)
+            except (ValueError, TypeError, KeyError):
+                lines.append(None)
+        names = [path.name for path in self.path.glob("tasks/[0-9]*") if path.name.isdigit()]
+        on_disk = {
+            int(name): load_checkpoint(self.path / "tasks" / name, ("record.json",))["record.json"] for name in sorted(names)
+        }
+        gone = [line["number"] for line in lines if line and line["status"] == "learned" and line["number"] not in on_disk]
+        if missing := [number for number in range(max(on_disk, default=-1)) if number not in on_disk]:
+            raise Damaged(f"{self.task_path(missing[0])} is missing, but later tasks are there. Put it back from a copy.")
+        self.records = []
+        for line in lines:
+            if line and line["status"] == "learned":
+                line = on_disk.pop(line["number"], None) or {**line, "status": "rolled back"}
+            if line:
+                self.records.append(line)
+        self.records += on_disk.values()
+        if self.records == lines:
+            return
+        if gone or None in lines[:-1]:
+            self.notes.append("lineage.jsonl did not agree with the task directories; they were followed.")
+        if repair:
             self.write_records()
 
     def latest(self) -> int | None:
@@ -115,8 +118,7 @@ class RunDirectory:
 
     def write_records(self) -> None:
         """Replace `lineage.jsonl`."""
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in self.records]
-        write_file(self.path / "lineage.jsonl", "".join(lines).encode())
+        write_file(self.path / "lineage.jsonl", b"".join(map(_line, self.records)))
 
     def point_latest(self, number: int) -> None:
         """Promote a task: `latest` names it from now on."""
@@ -126,7 +128,10 @@ class RunDirectory:
         """Keep a finished task: its checkpoint, then its line in the lineage, then the pointer."""
         save_checkpoint(self.task_path(record["number"]), files)
         self.records.append(record)
-        self.write_records()
+        with self.path.joinpath("lineage.jsonl").open("ab") as file:
+            file.write(_line(record))
+            file.flush()
+            os.fsync(file.fileno())
         self.point_latest(record["number"])
 
     def drop_partials(self, keep: int = 0) -> None:
@@ -169,9 +174,8 @@ class RunDirectory:
 
     def log(self, kind: str, **values: Any) -> None:
         """Append one line to `events.jsonl`."""
-        line = json.dumps({"event": kind, **values}, ensure_ascii=False) + "\n"
-        with self.path.joinpath("events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line)
+        with self.path.joinpath("events.jsonl").open("ab") as file:
+            file.write(_line({"event": kind, **values}))
 
     def events_size(self) -> int:
         """Bytes of `events.jsonl`."""
@@ -213,6 +217,10 @@ def opened(path: Path) -> Iterator[RunDirectory]:
         yield run
     finally:
         lock.release()
+        with contextlib.suppress(OSError):
+            if [entry.name for entry in path.iterdir()] == [".lock"]:  # nothing came of it
+                (path / ".lock").unlink()
+                path.rmdir()
 
 
 @contextlib.contextmanager
@@ -358,6 +366,10 @@ def _savable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _line(value: Any) -> bytes:
+    return (json.dumps(value, ensure_ascii=False) + "\n").encode()
 
 
 def _lines(path: Path) -> list[str]:

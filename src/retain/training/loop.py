@@ -137,8 +137,8 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
         if pending:
             job = make_job(spec, stream, device, prior["sizes"] if prior else [])
             training = Training(spec, stream, run, job, identity, listener, stop)
-            if prior:
-                files = load_checkpoint(run.task_path(prior["record"]["number"]), FILES)
+            if prior and latest is not None:
+                files = load_checkpoint(run.task_path(latest), FILES)
                 for text in restore_job(job, files, prior):
                     training.note(text)
                 _log_changes(training, prior)
@@ -234,7 +234,8 @@ def _learn(training: Training, task: Task) -> None:
 
     files, state = job_files(training.job)
     record = _record(training, task, progress, row)
-    content: dict[str, Any] = {**files, "state.json": _state(training, state, record), "spec.yaml": _spec_yaml(training.spec)}
+    content: dict[str, Any] = {**files, "state.json": _state(training, state), "record.json": record}
+    content["spec.yaml"] = _spec_yaml(training.spec)
     if training.spec.stream.keep_eval:
         content["eval.safetensors"] = task.test.tensors()
     run.add_task(record, content)
@@ -309,7 +310,7 @@ def _measure_all(training: Training, task: Task) -> dict[str, list[float | None]
     measured = []
     for record in training.run.learned:
         name = record["task"]
-        if name in current and current[name].test.fingerprint() == record["test_fingerprint"]:
+        if name in current and current[name].test.fingerprint == record["test_fingerprint"]:
             rows = current[name].test
         elif has_file(path := training.run.task_path(record["number"]), "eval.safetensors"):
             rows = Rows.from_tensors(load_checkpoint(path, ["eval.safetensors"])["eval.safetensors"])
@@ -375,14 +376,14 @@ def _batches(training: Training, number: int, rows: Rows, classes: Any) -> TaskB
 
 def _save_partial(training: Training, task: Task, progress: Progress) -> None:
     files, state = job_files(training.job)
-    extra = {
+    here = {
         "task": task.name,
-        "fingerprint": task.fingerprint(),
+        "fingerprint": task.fingerprint,
         "progress": dataclasses.asdict(progress),
         "events_bytes": training.run.events_size(),
     }
     name = f"{training.number:04d}-{progress.step:09d}"
-    save_checkpoint(training.run.path / "partial" / name, {**files, "state.json": _state(training, state, extra)})
+    save_checkpoint(training.run.path / "partial" / name, {**files, "state.json": _state(training, state), "record.json": here})
     training.run.drop_partials(keep=training.spec.checkpoint.keep)
 
 
@@ -391,17 +392,16 @@ def _resume(training: Training, task: Task) -> Progress | None:
     run = training.run
     for path in run.partials():
         try:
-            found = load_checkpoint(path, [*FILES, "state.json"])
+            found = load_checkpoint(path, [*FILES, "state.json", "record.json"])
         except Damaged as error:
             training.note(f"A checkpoint within a task is not used: {error}")
             continue
-        state = found["state.json"]
-        mine = state["record"]
+        state, mine = found["state.json"], found["record.json"]
         if path.name.split("-")[0] != f"{training.number:04d}" or mine["task"] != task.name:
             continue
         changed = _changes(state["spec"], training.spec)
         changed = {key: pair for key, pair in changed.items() if not key.startswith(MAY_CHANGE_WITHIN_TASK)}
-        if changed or mine["fingerprint"] != task.fingerprint() or state["identity"] != training.identity:
+        if changed or mine["fingerprint"] != task.fingerprint or state["identity"] != training.identity:
             why = ", ".join(changed) or "its rows"
             training.note(f"Task {task.name} starts again from its beginning: {why} changed since its last checkpoint.")
             break
@@ -416,11 +416,10 @@ def _resume(training: Training, task: Task) -> Progress | None:
     return None
 
 
-def _state(training: Training, state: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+def _state(training: Training, state: dict[str, Any]) -> dict[str, Any]:
     """`state.json`: what the tensors of a checkpoint do not say."""
     return {
         "schema": SCHEMA,
-        "record": record,
         "identity": training.identity,
         "scenario": training.stream.scenario,
         "frozen": {**training.stream.frozen, "classes": list(training.stream.classes)},
@@ -437,8 +436,8 @@ def _record(training: Training, task: Task, progress: Progress, row: dict[str, A
         "number": training.number,
         "task": task.name,
         "status": "learned",
-        "fingerprint": task.fingerprint(),
-        "test_fingerprint": task.test.fingerprint(),
+        "fingerprint": task.fingerprint,
+        "test_fingerprint": task.test.fingerprint,
         "classes": list(task.classes),
         "class_names": [training.stream.classes[c] for c in task.classes],
         "rows": {"train": len(task.train), "validation": len(task.validation), "test": len(task.test)},
