@@ -15,7 +15,7 @@ from retain.models.build import build_model
 from retain.spec import RunSpec
 from retain.training import loop
 from retain.training.checks import Listener
-from retain.training.lineage import load_checkpoint, opened
+from retain.training.lineage import RunDirectory, load_checkpoint, opened
 from retain.training.summary import summarize
 
 
@@ -59,21 +59,21 @@ def train(
     return loop.train(as_spec(spec), Path(run), stream=stream, listener=listener)
 
 
-def load(run: str | Path, task: int | None = None) -> Learned:
+def load(run: str | Path, task: str | int | None = None) -> Learned:
     """The model of a run as it was after a task.
 
     Args:
         run: the run's directory.
-        task: its number, from 0; default: the promoted one, which is the last one unless the run was rolled back.
+        task: its name or its number from 0; default: the promoted one, which is the last one unless the run was rolled back.
 
     Raises:
-        RunError: the run has learned nothing, or the task's model is damaged or no longer kept.
+        RunError: the run has not learned the task, or the task's model is damaged or no longer kept.
     """
     path = Path(run)
     if not path.is_dir():
         raise RunError(f"{path}: no such run directory.")
     with opened(path) as directory:
-        number = directory.latest() if task is None else task
+        number = directory.latest() if task is None else _number_of(directory, task)
         if number is None:
             raise RunError(f"{path} has learned no task yet.")
         found = load_checkpoint(directory.task_path(number), ["state.json", "model.safetensors"])
@@ -105,13 +105,18 @@ def rollback(run: str | Path, task: str | int) -> list[str]:
     if not path.is_dir():
         raise RunError(f"{path}: no such run directory.")
     with opened(path) as directory:
-        numbers = {record["task"]: record["number"] for record in directory.learned}
-        number = numbers.get(str(task))
-        if number is None and str(task).isdigit() and int(task) in numbers.values():
-            number = int(task)
-        if number is None:
-            known = ", ".join(f"{number} ({name})" for name, number in numbers.items()) or "none"
-            raise RunError(f"{path} has no learned task {task!r}; learned: {known}.")
+        number = _number_of(directory, task)
         later = [record["task"] for record in directory.roll_back(number)]
         directory.log("rollback", task=number, dropped=later)
     return later
+
+
+def _number_of(run: RunDirectory, task: str | int) -> int:
+    """The number of a learned task, from its name or its number."""
+    numbers = {record["task"]: record["number"] for record in run.learned}
+    if str(task) in numbers:
+        return int(numbers[str(task)])
+    if str(task).isdigit() and int(task) in numbers.values():
+        return int(task)
+    known = ", ".join(f"{number} ({name})" for name, number in numbers.items()) or "none"
+    raise RunError(f"{run.path} has no learned task {task!r}; learned: {known}.")

@@ -6,13 +6,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from retain.errors import BAD_CONFIG, ConfigError, RetainError
+from retain.errors import FAILED, ConfigError, RetainError
 from retain.spec import RunSpec
 
 app = typer.Typer(
@@ -49,7 +49,7 @@ def train(
 
     The same command goes on where it stopped, whatever stopped it.
 
-    Example: retain train examples/digits.yaml --set training_params.seed=1
+    Example: retain train examples/digits.yaml --run runs/seed1 --set training_params.seed=1
     """
     with _errors(as_json):
         spec = RunSpec.load(config, settings or ())
@@ -67,7 +67,8 @@ def train(
         progress = TerminalProgress(console)
         _show_log(console)
         try:
-            summary = learn(spec, path, listener=progress)
+            with redirect_stdout(sys.stderr):  # what a user's own factory prints is not part of the result
+                summary = learn(spec, path, listener=progress)
         finally:
             progress.close()
         if as_json:
@@ -95,9 +96,9 @@ def rollback(
         if as_json:
             typer.echo(json.dumps({"schema": 1, "dropped": dropped}, ensure_ascii=False))
         elif dropped:
-            typer.echo(f"{run}: {', '.join(dropped)} no longer counted as learned.")
+            typer.echo(f"{run}: back at task {task}; no longer counted as learned: {', '.join(dropped)}.")
         else:
-            typer.echo(f"{run}: {task} is the last task already; nothing was changed.")
+            typer.echo(f"{run}: no task was learned after {task}; nothing was changed.")
 
 
 def _dry_run(spec: RunSpec, path: Path, as_json: bool) -> None:
@@ -160,11 +161,14 @@ def _errors(as_json: bool) -> Iterator[None]:
             findings = [vars(finding) for finding in error.findings] if isinstance(error, ConfigError) else []
             typer.echo(json.dumps({"schema": 1, "error": {"exit_code": error.exit_code, "text": str(error), "findings": findings}}))
         else:
-            mark = "error: " if error.exit_code == BAD_CONFIG or error.exit_code < 128 else ""
+            mark = "error: " if error.exit_code < 128 else ""
             typer.secho(f"{mark}{error}", err=True, fg=typer.colors.RED if mark else None)
         raise typer.Exit(error.exit_code) from None
     except BrokenPipeError:
         _leave_pipe()
+    except OSError as error:
+        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+        raise typer.Exit(FAILED) from None
 
 
 def main() -> None:

@@ -44,12 +44,17 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def _not_theirs(filename: str) -> bool:
+    here = os.path.dirname(__file__)
+    return filename.startswith((here, "<frozen")) or "site-packages" in filename
+
+
 @contextmanager
 def blaming(key: str, name: str) -> Iterator[None]:
     """A region in which a user's function runs: whatever it raises becomes a ConfigError that names it and the line."""
     try:
         yield
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if frame.filename.startswith("<frozen") else f" ({frame.filename}:{frame.lineno})"
+        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not _not_theirs(frame.filename)]
+        where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
         raise ConfigError(f"{key}={name}: {type(error).__name__}: {error}{where}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import glob
 import math
 import os
 import re
@@ -69,6 +70,10 @@ def _text_keys(value: Any) -> Any:
     return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
+def _as_widths(value: Any) -> Any:
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1)]
 Columns = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 
@@ -89,7 +94,7 @@ def _at_most_one(part: BaseModel, names: Sequence[str]) -> None:
 
 
 def _said(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -97,7 +102,7 @@ def suggest(value: str, known: typing.Iterable[str]) -> str:
     """The end of a message about an unknown name: the closest known one, or all of them."""
     known = list(known)
     folded = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(value.lower(), folded, 1)
+    close = [name for name in folded if value and value.lower() in name] or difflib.get_close_matches(value.lower(), folded, 1)
     return f"; did you mean {folded[close[0]]}?" if close else f"; known: {', '.join(known)}"
 
 
@@ -107,7 +112,7 @@ def suggest(value: str, known: typing.Iterable[str]) -> str:
 class MlpSpec(Strict):
     """A multilayer perceptron with ReLU; images are flattened."""
 
-    hidden: tuple[Count, ...] = (256, 256)
+    hidden: Annotated[tuple[Count, ...], BeforeValidator(_as_widths)] = (256, 256)
     dropout: Share = 0.0
 
 
@@ -474,6 +479,18 @@ class CheckpointSpec(Strict):
     """Finished tasks whose model and optimizer are kept (their measures and evaluation rows always are)."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as plain data, in which a key that stands twice is an error: the last one would win without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 class RunSpec(Strict):
     """The whole of `retain.yaml`."""
 
@@ -534,7 +551,8 @@ class RunSpec(Strict):
         """
         path = Path(path)
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            with path.open(encoding="utf-8") as file:
+                values = yaml.load(file, _Loader)
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file. Give the path of a YAML configuration.") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -610,6 +628,15 @@ def _set(values: Any, key: str, value: Any) -> None:
         raise ConfigError(f"{key}: not a position in a list of {len(values)}")
 
 
+def _matching(path: Any, where: str, missing: list[Finding]) -> list[Any]:
+    """The files that a pattern such as data/*.csv matches, in order of their names; a path without a pattern as it is."""
+    if not isinstance(path, str) or not glob.has_magic(path) or Path(path).exists():
+        return [path]
+    if not (found := sorted(glob.glob(path))):
+        missing.append(Finding("no-files", f"{where}: no file matches {path}.", "", "Correct the path or the pattern."))
+    return found or [path]
+
+
 _PATH_KEYS = (("model", "weights"), *(("stream", name) for name in ("csv", "parquet", "jsonl", "arrow", "npz", "hf")))
 
 
@@ -634,7 +661,11 @@ def _resolve_paths(values: dict[str, Any], base: Path | None, missing: list[Find
 
         found = section[key]
         values[part] = section = dict(section)
-        section[key] = [resolve(item) for item in found] if isinstance(found, list) else resolve(found)
+        if key in ("weights", "hf"):
+            section[key] = resolve(found)
+        else:
+            listed = [resolve(item) for item in (found if isinstance(found, list) else [found])]
+            section[key] = [path for item in listed for path in _matching(item, f"{part}.{key}", missing)]
 
 
 # --- errors a person can use ------------------------------------------------------------------------------------------
@@ -648,7 +679,7 @@ _REMEDIES = {
 
 def _finding(item: Any) -> Finding:
     """One pydantic error as a finding with the key's path, what was seen and what to do."""
-    keys = [str(key) for key in item["loc"]]
+    keys = _keys_of(item["loc"])
     path = ".".join(keys)
     plain = ".".join(key for key in keys if not key.isdigit())
     value, context = item.get("input"), item.get("ctx", {})
@@ -668,10 +699,20 @@ def _finding(item: Any) -> Finding:
         return Finding("value", f"{path}={_said(value)} must be {_BOUNDS[item['type']]} {bound:g}.", "", remedy)
     if item["type"] == "literal_error":
         known = re.findall(r"'([^']*)'", str(context["expected"]))
-        return Finding("value", f"{path}: {_said(value)} is not known{suggest(str(value), known)}.")
+        text = f"{path}: {value} is not known{suggest(str(value), known)}"
+        return Finding("value", text if text.endswith("?") else f"{text}.")
     text = str(context["error"]) if item["type"] == "value_error" else f"{item['msg']} (seen: {_said(value)})"
     text = f"{path}: {text}" if path else text
     return Finding("value", text if text.endswith("?") else f"{text}.", "", remedy)
+
+
+def _keys_of(location: Sequence[int | str]) -> list[str]:
+    """The keys of an error's place, without pydantic's own marks for the members of a union."""
+    keys: list[str] = []
+    for key in map(str, location):
+        if key.isdigit() or _fields_at(RunSpec, keys):
+            keys.append(key)
+    return keys
 
 
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}

@@ -94,6 +94,8 @@ def resolved_split(stream: StreamSpec) -> SplitSpec:
     unasked = not split.model_fields_set - {"task_id"}
     if (own and split.by == "none") or (unasked and (own or several)):
         return split.model_copy(update={"by": "file"})
+    if unasked and stream.source != "builtin":
+        return split.model_copy(update={"by": "none"})
     return split
 
 

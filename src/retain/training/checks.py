@@ -19,6 +19,10 @@ Listener = Callable[[str, dict[str, Any]], None]
 """Hears what happens: `listener(kind, values)`, kind being stream, task, progress, evaluated, note or done."""
 
 
+SPLIT_IDENTITY = {"by", "column", "groups", "every", "periods", "max_angle", "task_id"}
+"""Keys of the split that make other tasks of the same rows; the others may grow with the stream."""
+
+
 def identity_of(spec: RunSpec, stream: Stream) -> dict[str, Any]:
     """What must stay the same for one run to go on: model, inputs, label and metric."""
     model = spec.model.model_dump(mode="json", exclude_none=True, exclude={"weights", "head"})
@@ -28,6 +32,7 @@ def identity_of(spec: RunSpec, stream: Stream) -> dict[str, Any]:
         "input": {"kind": stream.kind, "shape": list(stream.shape)},
         "features": list(stream.features),
         "label": spec.stream.label,
+        "split": spec.stream.split.model_dump(mode="json", include=SPLIT_IDENTITY, exclude_none=True),
         "metric": spec.stream.metric,
     }
 
@@ -70,7 +75,10 @@ def pending_tasks(stream: Stream, run: RunDirectory, listener: Listener) -> list
             listener("note", {"text": f"Task {name} is no longer in the stream; it is measured on the rows kept in the run."})
         elif current[name].fingerprint != record["fingerprint"]:
             rows = "the rows kept in the run" if kept else "the rows that the stream has now"
-            listener("note", {"text": f"Task {name} has other rows now than when it was learned; it is measured on {rows}."})
+            text = (
+                f"Task {name} has other rows now than when it was learned; it is measured on {rows}, and new rows are not learned."
+            )
+            listener("note", {"text": text})
     return [task for task in stream.tasks if task.name not in learned]
 
 

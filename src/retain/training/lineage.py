@@ -98,6 +98,7 @@ class RunDirectory:
         self.records += on_disk.values()
         if self.records == lines:
             return
+        self.records.sort(key=lambda record: record["number"])
         if gone or None in lines[:-1]:
             self.notes.append("lineage.jsonl did not agree with the task directories; they were followed.")
         if repair:

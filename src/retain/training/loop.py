@@ -48,6 +48,10 @@ from retain.training.lineage import (
 )
 from retain.training.summary import summarize, to_json, versions
 
+NO_METHOD = (
+    "No method against forgetting is configured, so earlier tasks will be forgotten. "
+    "training_params.regularization: {replay_ratio: 1.0, replay_capacity: 2000} keeps rows of them."
+)
 TICK_SECONDS = 0.2
 MAY_CHANGE_WITHIN_TASK = ("checkpoint.", "budget.", "stream.", "training_params.device", "training_params.eval_batch_size")
 """Keys with which a checkpoint within a task still goes on; the data has its own fingerprint."""
@@ -134,6 +138,10 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
             listener("note", {"text": text})
         pending = pending_tasks(stream, run, listener)
         listener("stream", {"stream": stream, "pending": pending, "learned": run.learned, "steps": total_steps(spec, pending)})
+        if prior and (changes := _changes(prior["spec"], spec)):
+            _say_changes(run, changes, bool(pending), listener)
+        if len(stream.tasks) > 1 and pending and not spec.methods:
+            listener("note", {"text": NO_METHOD})
         if pending:
             job = make_job(spec, stream, device, prior["sizes"] if prior else [])
             training = Training(spec, stream, run, job, identity, listener, stop)
@@ -141,7 +149,6 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
                 files = load_checkpoint(run.task_path(latest), FILES)
                 for text in restore_job(job, files, prior):
                     training.note(text)
-                _log_changes(training, prior)
             _learn_all(training, pending)
         run.drop_partials()
         summary = summarize(spec, run.learned)
@@ -444,6 +451,7 @@ def _record(training: Training, task: Task, progress: Progress, row: dict[str, A
         "steps": progress.step,
         "skipped_steps": progress.skipped,
         "trained_rows": progress.rows,
+        "seed": training.spec.training_params.seed,
         "seconds": round(progress.seconds, 3),
         "row": row,
         "before": progress.before,
@@ -455,13 +463,15 @@ def _record(training: Training, task: Task, progress: Progress, row: dict[str, A
     }
 
 
-def _log_changes(training: Training, prior: dict[str, Any]) -> None:
-    """Keys of the configuration that differ from the last task's."""
-    changes = _changes(prior["spec"], training.spec)
-    if changes:
-        training.run.log("configuration", changes={key: list(pair) for key, pair in changes.items()})
-        said = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in changes.items())
-        training.listener("note", {"text": f"The configuration differs from the last task's: {said}"})
+def _say_changes(run: RunDirectory, changes: Mapping[str, tuple[Any, Any]], pending: bool, listener: Listener) -> None:
+    """Tell, and log where it matters, which keys of the configuration differ from the last task's."""
+    said = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in changes.items())
+    if pending:
+        run.log("configuration", changes={key: list(pair) for key, pair in changes.items()})
+        listener("note", {"text": f"The configuration differs from the last task's: {said}."})
+    else:
+        remedy = "Give --run another directory to learn the stream with it."
+        listener("note", {"text": f"Every task is learned already, so a changed setting does nothing ({said}). {remedy}"})
 
 
 def _changes(values: Mapping[str, Any], spec: RunSpec) -> dict[str, tuple[Any, Any]]:

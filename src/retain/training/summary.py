@@ -65,7 +65,7 @@ def summarize(spec: RunSpec, records: Sequence[Mapping[str, Any]]) -> dict[str, 
         "skipped_steps": sum(record["skipped_steps"] for record in records),
         "decisions": 0,
         "oom_recovered": 0,
-        "seed": spec.training_params.seed,
+        "seed": last.get("seed", spec.training_params.seed),
         "versions": last.get("versions", {}),
     }
 
