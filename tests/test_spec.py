@@ -194,3 +194,39 @@ def test_values_round_trip():
     spec = RunSpec.parse(training(optimizer="SGD(lr=0.1)", methods=[{"replay": {"ratio": 0.1}}], memory={"micro_batch": 8}))
     assert RunSpec.parse(spec.to_values()) == spec
     assert parse_metric("recall_at_fpr=0.01") == ("recall_at_fpr", 0.01)
+
+
+def test_an_empty_section_is_an_absent_one(tmp_path):
+    path = tmp_path / "retain.yaml"
+    path.write_text("training_params:\n  regularization:\nmodel:\n")
+    assert RunSpec.load(path) == RunSpec()
+
+
+def test_a_key_that_stands_twice_is_an_error(tmp_path):
+    path = tmp_path / "retain.yaml"
+    path.write_text("training_params:\n  epochs: 1\n  epochs: 2\n")
+    with pytest.raises(ConfigError, match=r"(?s)'epochs' stands twice.*retain\.yaml.*line 3"):
+        RunSpec.load(path)
+
+
+def test_patterns_name_files_in_order(tmp_path):
+    for name in ("b", "a", "c"):
+        (tmp_path / f"{name}.csv").write_text("x")
+    spec = RunSpec.parse({"stream": {"csv": "[ab].csv", "label": "y"}}, base=tmp_path)
+    assert spec.stream.csv == (str(tmp_path / "a.csv"), str(tmp_path / "b.csv"))
+    with pytest.raises(ConfigError, match=r"no file matches .*z\*\.csv"):
+        RunSpec.parse({"stream": {"csv": "z*.csv", "label": "y"}}, base=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (training(precision="fp16"), "did you mean amp_fp16?"),
+        (training(memory={"micro_batch": 0}), "training_params.memory.micro_batch=0 must be >= 1."),
+        (training(batch_size="32"), "(seen: '32')"),
+        (training(batch_size=10**30), "must be <="),
+        ({"stream": {"csv": "~nosuchuser/x.csv", "label": "y"}}, "not known here"),
+    ],
+)
+def test_messages_name_the_key_and_what_was_seen(values, said):
+    assert said in message(values)

@@ -72,12 +72,13 @@ def load(run: str | Path, task: str | int | None = None) -> Learned:
     path = Path(run)
     if not path.is_dir():
         raise RunError(f"{path}: no such run directory.")
-    with opened(path) as directory:
-        number = directory.latest() if task is None else _number_of(directory, task)
-        if number is None:
-            raise RunError(f"{path} has learned no task yet.")
-        found = load_checkpoint(directory.task_path(number), ["state.json", "model.safetensors"])
-        records = [record for record in directory.learned if record["number"] <= number]
+    directory = RunDirectory(path)  # read as it is, without the lock: a model can be loaded while the next task is learned
+    directory.read_records(repair=False)
+    number = directory.latest() if task is None else _number_of(directory, task)
+    if number is None:
+        raise RunError(f"{path} has learned no task yet.")
+    found = load_checkpoint(directory.task_path(number), ["state.json", "model.safetensors"])
+    records = [record for record in directory.learned if record["number"] <= number]
     state = found["state.json"]
     spec = RunSpec.parse(state["spec"])
     inputs = state["identity"]["input"]
@@ -102,7 +103,7 @@ def rollback(run: str | Path, task: str | int) -> list[str]:
         RunError: there is no such run or task, or the task's model is no longer kept. Nothing was changed.
     """
     path = Path(run)
-    if not path.is_dir():
+    if not (path / "tasks").is_dir():
         raise RunError(f"{path}: no such run directory.")
     with opened(path) as directory:
         number = _number_of(directory, task)

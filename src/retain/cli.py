@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -65,9 +66,8 @@ def train(
 
         console = Console(stderr=True)
         progress = TerminalProgress(console)
-        _show_log(console)
         try:
-            with redirect_stdout(sys.stderr):  # what a user's own factory prints is not part of the result
+            with _shown_log(), redirect_stdout(sys.stderr):  # what a user's own factory prints is not part of the result
                 summary = learn(spec, path, listener=progress)
         finally:
             progress.close()
@@ -76,7 +76,7 @@ def train(
         else:
             table = _console()
             table.print(summary_view(summary))
-            table.print(f"{path / 'summary.json'}", style="dim", highlight=False)
+            table.print(str(path / "summary.json"), style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -118,20 +118,25 @@ def _dry_run(spec: RunSpec, path: Path, as_json: bool) -> None:
     console.print(tasks_table(rows))
     for text in found["notes"]:
         console.print(f"· {text}", highlight=False, markup=False)
-    console.print(
-        f"{found['scenario']}, head {found['head']}, {found['steps']:,} steps to go, run directory {path}", highlight=False
-    )
+    last = f"{found['scenario']}, head {found['head']}, {found['steps']:,} steps to go, run directory {path}"
+    console.print(last, highlight=False, markup=False)
 
 
-def _show_log(console: Any) -> None:
-    """Print what the package logs, such as that it imports a factory's code."""
+@contextmanager
+def _shown_log() -> Iterator[None]:
+    """Print what the package logs meanwhile, such as that it imports a factory's code."""
     import logging
 
-    handler = logging.StreamHandler(console.file)
+    handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("retain")
     handler.setFormatter(logging.Formatter("· %(message)s"))
-    logger = logging.getLogger("retain")
-    logger.handlers = [handler]
+    level = logger.level
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _console() -> Any:
@@ -173,4 +178,7 @@ def _errors(as_json: bool) -> Iterator[None]:
 
 def main() -> None:
     """The `retain` command."""
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     app()

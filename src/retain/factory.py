@@ -45,8 +45,8 @@ def load_factory(key: str, name: str) -> Callable[..., Any]:
 
 
 def _not_theirs(filename: str) -> bool:
-    here = os.path.dirname(__file__)
-    return filename.startswith((here, "<frozen")) or "site-packages" in filename
+    own, standard = os.path.dirname(__file__), os.path.dirname(os.__file__)
+    return filename.startswith((own, standard, "<frozen")) or "site-packages" in filename
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def blaming(key: str, name: str) -> Iterator[None]:
     """A region in which a user's function runs: whatever it raises becomes a ConfigError that names it and the line."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not _not_theirs(frame.filename)]
         where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
         raise ConfigError(f"{key}={name}: {type(error).__name__}: {error}{where}") from error

@@ -134,6 +134,7 @@ class StepContext(NamedTuple):
         outputs: the model's outputs on `batch` (loss seam only).
         key: counter-based random key of this pass over the task; what is drawn at a step derives from it and `step`.
         step: optimizer steps done in this task; when consolidating, batches done.
+        rows: new rows of this task drawn before this step; None where batches are all of one size.
         task: tasks learned before this one.
         classes: classes seen so far, this task's included.
         new_classes: classes that this task brought.
@@ -148,6 +149,7 @@ class StepContext(NamedTuple):
     outputs: Any = None
     key: int = 0
     step: int = 0
+    rows: int | None = None
     task: int = 0
     classes: int = 0
     new_classes: int = 0

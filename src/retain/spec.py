@@ -57,7 +57,7 @@ def _finite(value: float) -> float:
 Finite = Annotated[float, AfterValidator(_finite)]
 Positive = Annotated[float, Field(gt=0), AfterValidator(_finite)]
 NonNegative = Annotated[float, Field(ge=0), AfterValidator(_finite)]
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=2**40, strict=True)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Label = str | bool | int | float
 
@@ -530,7 +530,7 @@ class RunSpec(Strict):
         """
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(f"the configuration must be a mapping of keys, not {_said(values)}")
-        values = dict(values or {})
+        values = _without_nulls(values or {})
         missing: list[Finding] = []
         _resolve_paths(values, base, missing)
         try:
@@ -557,6 +557,8 @@ class RunSpec(Strict):
             raise ConfigError(f"{path}: no such file. Give the path of a YAML configuration.") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read ({error}).") from None
+        except RecursionError:
+            raise ConfigError(f"{path}: nested too deeply for a configuration.") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"{path}: not valid YAML. {error}") from None
         if values is not None and not isinstance(values, dict):
@@ -577,6 +579,12 @@ class RunSpec(Strict):
     def to_values(self) -> dict[str, Any]:
         """The spec as plain data, as `parse` reads it; keys that were never set are left out."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which a key without a value, as an empty section of a YAML file has it, is absent."""
+    kept = {key: value for key, value in values.items() if value is not None}
+    return {key: _without_nulls(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
@@ -654,7 +662,13 @@ def _resolve_paths(values: dict[str, Any], base: Path | None, missing: list[Find
                 if name not in os.environ:
                     remedy = f"Set it, as in {name}=/path/to/data retain train …"
                     missing.append(Finding("variable", f"{where}: the environment has no variable {name}.", "", remedy))
-            path = Path(os.path.expandvars(text)).expanduser()
+            path = Path(os.path.expandvars(text))
+            try:
+                path = path.expanduser()
+            except RuntimeError:
+                missing.append(
+                    Finding("home", f"{where}: {text} starts at the home of a user who is not known here.", "", "Write it out.")
+                )
             if base is None or path.is_absolute() or (hub and not (base / path).exists()):
                 return str(path) if not hub or path.is_absolute() else text
             return str(base / path)

@@ -90,8 +90,8 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
         step = 0
         for epoch in range(2):
             order = torch.randperm(43, generator=torch.Generator().manual_seed(derive("rows", 0, number, epoch)))
-            for index in order.split(8):
-                ctx = base._replace(step=step, key=derive("step", 0, number))
+            for place, index in enumerate(order.split(8)):
+                ctx = base._replace(step=step, rows=43 * epoch + 8 * place, key=derive("step", 0, number))
                 batch = _batch(task, index, number, extra, per_task)
                 for method, state in zip(bundle, states, strict=True):
                     if method.mix:

@@ -71,9 +71,9 @@ def test_a_ratio_changed_in_the_middle_is_exact_in_both_halves():
 
 
 def test_whole_numbers_are_not_lost_to_rounding():
-    assert [replayed_rows(0.1, 10, step) for step in range(1000)] == [1] * 1000
+    assert [replayed_rows(0.1, 10, 10 * step) for step in range(1000)] == [1] * 1000
     assert 0.29 * 100 < 29
-    assert [replayed_rows(0.29, 100, step) for step in range(1000)] == [29] * 1000
+    assert [replayed_rows(0.29, 100, 100 * step) for step in range(1000)] == [29] * 1000
 
 
 def test_nothing_is_replayed_without_stored_rows_in_the_first_task_or_at_ratio_zero():

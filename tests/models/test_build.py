@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from retain.data.task import Stream
 from retain.errors import ConfigError
 from retain.models.build import ImageInput, build_model
-from retain.models.heads import grow_, resolve_head
+from retain.models.heads import GrowingHead, grow_, resolve_head
 from retain.spec import RunSpec
 
 FACTORY = """
@@ -206,8 +206,10 @@ def test_sizes_rebuild_a_model_that_saved_weights_fit_into(scenario, outputs):
 
 
 def test_a_single_head_refuses_classes_that_came_later():
+    """Unless the head was left to the run, which then has one that grows."""
     with pytest.raises(ConfigError, match="head: growing"):
-        build_model(spec(), stream(classes=5), [4])
+        build_model(RunSpec.parse({"model": {"head": "single"}}), stream(classes=5), [4])
+    assert isinstance(build_model(spec(), stream(classes=5), [4]).head, GrowingHead)
     assert build_model(spec(), stream(classes=3), [4]).head.sizes == [4]
 
 

@@ -20,17 +20,17 @@ from retain.spec import RunSpec
 from retain.training import loop
 
 CONFIG = {
-    "stream": {"random": {"input": "vector", "shape": [6], "classes": 4, "samples": 40, "tasks": 2}, "split": {"by": "none"}},
+    "stream": {"random": {"input": "vector", "shape": [6], "classes": 4, "samples": 40, "tasks": 3}, "split": {"by": "none"}},
     "model": {"mlp": {"hidden": [8], "dropout": 0.2}},
     "training_params": {
         "batch_size": 8,
-        "epochs": 2,
+        "epochs": 1,
         "precision": "amp_fp16",
         "optimizer": "Adam(lr=1e-2)",
         "schedule": "cosine",
         "regularization": {"replay_ratio": 0.5, "replay_capacity": 16},
     },
-    "checkpoint": {"every_steps": 3, "keep": 2},
+    "checkpoint": {"every_steps": 1, "keep": 2},
 }
 
 
@@ -91,7 +91,7 @@ def test_killed_at_every_write(tmp_path, undisturbed):
             run_with(moments([], at), path)
         train(path)
         assert same(path, undisturbed), (at, points[at - 1])
-        assert [json.loads(line)["status"] for line in (path / "lineage.jsonl").read_text().splitlines()] == ["learned"] * 2
+        assert [json.loads(line)["status"] for line in (path / "lineage.jsonl").read_text().splitlines()] == ["learned"] * 3
         assert not list(path.glob("*/.*")) and not list((path / "partial").glob("*"))
 
 
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_within_a_task_gives_way_to_the_one_before(tmp_path
     from tests.kit import killed_after
 
     path = tmp_path / "run"
-    with pytest.raises(Killed), killed_after(steps=7):
+    with pytest.raises(Killed), killed_after(steps=3):
         train(path)
     newest, older = sorted((path / "partial").iterdir(), reverse=True)
     os.truncate(newest / name, (newest / name).stat().st_size // 2)
@@ -120,15 +120,15 @@ def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, undisturbed):
 
     def step(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **kwargs)
 
     before = signal.getsignal(signal.SIGTERM)
-    with mock.patch.object(loop, "train_step", step), pytest.raises(Stopped, match="after step 5 of 8") as stopped:
+    with mock.patch.object(loop, "train_step", step), pytest.raises(Stopped, match="after step 3 of 4") as stopped:
         train(path)
-    assert stopped.value.exit_code == 143 and len(calls) == 5 and signal.getsignal(signal.SIGTERM) == before
-    assert [each.name for each in (path / "partial").iterdir()].count("0000-000000005") == 1
+    assert stopped.value.exit_code == 143 and len(calls) == 3 and signal.getsignal(signal.SIGTERM) == before
+    assert [each.name for each in (path / "partial").iterdir()].count("0000-000000003") == 1
     train(path)
     assert same(path, undisturbed)
 

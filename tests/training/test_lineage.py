@@ -188,3 +188,32 @@ def test_a_path_that_cannot_be_a_run(tmp_path):
         pass
     with pytest.raises(RunError, match="Give --run another"), opened(tmp_path / "file" / "run"):
         pass
+
+
+def test_only_what_a_run_writes_is_ever_removed(tmp_path):
+    """A user's hidden files beside, and under, a run stay where they are."""
+    path = learned(tmp_path / "run")
+    mine = [path / "project" / ".git", path / ".ssh", path / "tasks" / ".git"]
+    for folder in mine:
+        folder.mkdir(parents=True)
+    (path / "project" / ".env").write_text("secret")
+    (path / ".env.tmp").write_text("secret")
+    with opened(path) as run:
+        run.roll_back(0)
+    assert all(folder.is_dir() for folder in mine) and (path / "project" / ".env").exists() and (path / ".env.tmp").exists()
+
+
+def test_a_directory_of_other_things_is_no_run(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match=r"no run directory: it holds notes\.txt"), opened(tmp_path):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_pointer_left_behind_by_a_kill_is_not_believed(tmp_path):
+    """Killed between the task's rename and the pointer's: the next task goes on from the newest one."""
+    path = learned(tmp_path / "run")
+    (path / "latest").write_text("tasks/0001\n")
+    with opened(path) as run:
+        assert run.latest() == 2
+    assert (path / "latest").read_text() == "tasks/0002\n"

@@ -256,3 +256,71 @@ def test_rolled_back_tasks_are_learned_again_to_the_same_weights(tmp_path):
         api.rollback(tmp_path / "run", "x")
     with pytest.raises(RunError, match="no such run"):
         api.load(tmp_path / "nothing")
+
+
+def test_classes_may_come_in_any_order(tmp_path):
+    """Ids that the stream gives early and a task brings late: the head has a row for each."""
+    stream = vectors([[4, 5], [0, 1], [2, 3]])
+    summary = loop.train(spec(), tmp_path / "run", stream=stream)
+    assert len(summary["tasks"]) == 3 and weights_of(tmp_path / "run")["head.weight"].shape[0] == 6
+
+
+def test_a_class_that_comes_when_old_data_is_gone(tmp_path):
+    loop.train(spec(), tmp_path / "run", stream=vectors([[0, 1], [0, 1]]))
+    late = vectors([[0, 1], [0, 1], [0, 1, 2]])
+    alone = Stream(late.tasks[2:], late.classes, "vector", (6,), "domain-incremental")
+    summary = loop.train(spec(), tmp_path / "run", stream=alone)
+    assert summary["tasks"] == ["t0", "t1", "t2"] and weights_of(tmp_path / "run")["head.weight"].shape[0] == 3
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path):
+    task = vectors([[0, 1]]).tasks[0]
+    with pytest.raises(ConfigError, match="'t0'"):
+        loop.train(spec(), tmp_path / "run", stream=Stream([task, task], ["a", "b"], "vector", (6,), "domain-incremental"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_in_which_every_step_overflows_is_an_error(tmp_path):
+    stream = vectors([[0, 1]], rows=900)
+    stream.tasks[0].train.inputs["x"].mul_(1e30)
+    with pytest.raises(RunError, match="last 100 steps is not finite"):
+        loop.train(spec({"precision": "amp_fp16"}), tmp_path / "run", stream=stream)
+
+
+def test_a_changed_setting_on_a_finished_run_is_said_and_changes_nothing(tmp_path):
+    first = loop.train(spec(), tmp_path / "run")
+    said, second, _ = notes(spec({"seed": 5}), tmp_path / "run")
+    assert any("a changed setting does nothing (training_params.seed: 0 → 5)" in text for text in said)
+    assert second == first and second["seed"] == 0
+
+
+@pytest.mark.parametrize("change", [{"split": {"by": "class"}}, {"image_mean": 0.5}, {"features": ["x"]}, {"test": 0.3}])
+def test_another_division_of_the_rows_is_another_run(tmp_path, change):
+    loop.train(spec(), tmp_path / "run")
+    with pytest.raises(ConfigError, match="belongs to another run"):
+        loop.train(spec(stream={"random": RANDOM, "split": {"by": "none"}, **change}), tmp_path / "run", stream=vectors([[0, 1]]))
+
+
+def test_replay_is_exact_over_the_new_rows_with_a_smaller_last_batch(tmp_path):
+    """60 rows in batches of 50 and 10 at a ratio of 0.01, 100 epochs: 60 rows are replayed, not 40 or 100."""
+    rows = []
+    real = loop.train_step
+
+    def step(job, batch, ctx, sizes):
+        result = real(job, batch, ctx, sizes)
+        rows.append((ctx.task, result.rows - len(batch)))
+        return result
+
+    replay = {"epochs": 100, "batch_size": 50, "regularization": {"replay_ratio": 0.01}, "optimizer": "SGD(lr=0.01)"}
+    with mock.patch.object(loop, "train_step", step):
+        loop.train(spec(replay), tmp_path / "run", stream=vectors([[0, 1]] * 2, rows=60))
+    assert sum(count for task, count in rows if task == 1) == 60
+
+
+def test_a_buffer_smaller_than_the_classes_is_refused_before_the_task_is_learned(tmp_path):
+    small = spec({"regularization": {"replay_ratio": 0.5, "replay_capacity": 1}})
+    with (
+        mock.patch.object(loop, "train_step", side_effect=AssertionError),
+        pytest.raises(ConfigError, match="capacity=1 cannot hold"),
+    ):
+        loop.train(small, tmp_path / "run", stream=vectors([[0, 1]]))

@@ -56,6 +56,11 @@ class TaskBatches:
             self._block, self._held = self._gather(epoch, block), (epoch, block)
         return self._block[place]
 
+    def rows_before(self, step: int) -> int:
+        """New rows drawn before an optimizer step."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        return epoch * len(self.rows) + position * self.batch_size
+
     def _gather(self, epoch: int, block: int) -> list[Batch]:
         """The batches of a few steps, as views of rows gathered at once."""
         if epoch != self._epoch:

@@ -14,6 +14,7 @@ Not here: priorities, and shards of one buffer on several ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from retain import params
-from retain.errors import ConfigError, Finding
+from retain.errors import ConfigError, Finding, RunError
 
 Columns = Mapping[str, Any]
 """Rows by name: tensors [rows, ...], lists of tensors (one per row, lengths may differ), or dicts of these."""
@@ -370,12 +371,12 @@ def _fit(store: Any, value: Any, capacity: int, rows: int, path: str) -> Any:
         raise ValueError(f"{path}: {len(value)} rows, but there are {rows} labels")
     if isinstance(value, Tensor):
         if store is None:
-            store = value.new_zeros((capacity, *value.shape[1:]), device="cpu", requires_grad=False)
+            store = _allocated(value, (capacity, *value.shape[1:]), path)
         _check_same(store, value, path)
         return store
     longest = max(map(len, value))
     if store is None:
-        values = value[0].new_zeros((capacity, longest, *value[0].shape[1:]), device="cpu", requires_grad=False)
+        values = _allocated(value[0], (capacity, longest, *value[0].shape[1:]), path)
         store = {VALUES: values, LENGTHS: torch.zeros(capacity, dtype=torch.int32)}
     for item in value:
         _check_same(store[VALUES][0], item, path)
@@ -385,6 +386,14 @@ def _fit(store: Any, value: Any, capacity: int, rows: int, path: str) -> Any:
         wide[:, : narrow.shape[1]] = narrow
         store = {VALUES: wide, LENGTHS: store[LENGTHS]}
     return store
+
+
+def _allocated(like: Tensor, shape: tuple[int, ...], path: str) -> Tensor:
+    try:
+        return like.new_zeros(shape, device="cpu", requires_grad=False)
+    except RuntimeError:
+        needed = f"{math.prod(shape) * like.itemsize:,} bytes"
+        raise RunError(f"The replay buffer cannot be made: capacity={shape[0]} needs {needed} for {path}. Lower it.") from None
 
 
 def _check_same(store: Tensor, value: Tensor, path: str) -> None:

@@ -79,7 +79,7 @@ def replay(settings: ReplaySpec) -> Method:
         if ctx.task == 0 or ratio == 0 or not state.buffer.filled:
             return batch
         new, device = len(batch), batch.targets.device
-        count = replayed_rows(ratio, new, ctx.step)
+        count = replayed_rows(ratio, new, new * ctx.step if ctx.rows is None else ctx.rows)
         mixed = Batch(batch.inputs, batch.targets)
         if count:
             mixed = concatenated(mixed, ahead(state, ctx, math.ceil(ratio * new), count).to(device))
@@ -107,6 +107,9 @@ def replay(settings: ReplaySpec) -> Method:
     def begin_task(ctx: StepContext, state: ReplayState) -> None:
         """Follow a configuration that has changed since the state was saved, as far as a filled buffer can."""
         _check_unchanged(settings, state.buffer)
+        if settings.policy == "class-balanced" and ctx.classes > settings.capacity:
+            seen = f"replay.capacity={settings.capacity} cannot hold a row of each of {ctx.classes} classes."
+            raise ConfigError(f"{seen} Raise it to {ctx.classes} at least, or use policy: reservoir.")
         state.buffer.floor = settings.floor
         if state.configured != settings.ratio:
             state.ratio = state.configured = settings.ratio
@@ -130,12 +133,18 @@ def replay(settings: ReplaySpec) -> Method:
     )
 
 
-def replayed_rows(ratio: float, new_rows: int, step: int) -> int:
-    """Rows to replay in a step: floor(ratio n (step + 1)) - floor(ratio n step), for a batch of n new rows.
+def replayed_rows(ratio: float, new: int, before: int) -> int:
+    """Rows to replay in a step: floor(ratio (before + new)) - floor(ratio before).
 
-    Over any number of steps the sum differs from ratio * n * steps by less than one row; 1e-9 absorbs rounding.
+    Over any steps, whatever the size of their batches, the sum differs from ratio times their new rows by less than one row;
+    1e-9 absorbs rounding.
+
+    Args:
+        ratio: replayed rows per new row.
+        new: new rows of the step.
+        before: new rows of the steps before it.
     """
-    return math.floor(ratio * new_rows * (step + 1) + 1e-9) - math.floor(ratio * new_rows * step + 1e-9)
+    return math.floor(ratio * (before + new) + 1e-9) - math.floor(ratio * before + 1e-9)
 
 
 def new_share(ctx: StepContext) -> float:

@@ -94,6 +94,8 @@ def build_model(spec: RunSpec, stream: Stream, sizes: Sequence[int]) -> Classifi
         body, d = _body(spec.model, stream, fixed)
 
     head: Head
+    if kind == "single" and sizes and sizes[0] < classes and not makes_logits(spec.model):
+        kind = "growing" if spec.model.head == "auto" else kind  # the run began before some of the classes were there
     if kind == "single":
         with seeded(derive("head", seed, 0)):
             head = NoHead(fixed) if makes_logits(spec.model) else SingleHead(d, fixed)

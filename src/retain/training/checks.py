@@ -19,6 +19,9 @@ Listener = Callable[[str, dict[str, Any]], None]
 """Hears what happens: `listener(kind, values)`, kind being stream, task, progress, evaluated, note or done."""
 
 
+ROW_IDENTITY = {"features", "image", "image_size", "image_mean", "image_std", "relabel", "test", "validation", "positive"}
+"""Keys of the stream that make other rows or labels of the same data."""
+
 SPLIT_IDENTITY = {"by", "column", "groups", "every", "periods", "max_angle", "task_id"}
 """Keys of the split that make other tasks of the same rows; the others may grow with the stream."""
 
@@ -32,9 +35,17 @@ def identity_of(spec: RunSpec, stream: Stream) -> dict[str, Any]:
         "input": {"kind": stream.kind, "shape": list(stream.shape)},
         "features": list(stream.features),
         "label": spec.stream.label,
+        "rows": spec.stream.model_dump(mode="json", include=ROW_IDENTITY, exclude_none=True),
         "split": spec.stream.split.model_dump(mode="json", include=SPLIT_IDENTITY, exclude_none=True),
         "metric": spec.stream.metric,
     }
+
+
+def check_names(stream: Stream) -> None:
+    """Refuse a stream with two tasks of one name: a run knows its tasks by them."""
+    names = [task.name for task in stream.tasks]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"Two tasks of the stream are called {twice[0]!r}. Give every task a name of its own.")
 
 
 def check_identity(path: Path, identity: dict[str, Any], prior: dict[str, Any] | None) -> None:

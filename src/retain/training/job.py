@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from retain.data.task import Stream
-from retain.errors import ConfigError
+from retain.errors import ConfigError, RunError
 from retain.forgetting import build
 from retain.memory.optimizer import load_optimizer_, make_optimizer, optimizer_tensors
 from retain.memory.precision import load_scaler_, make_precision, scaler_state
@@ -38,7 +38,12 @@ def make_job(spec: RunSpec, stream: Stream, device: torch.device, sizes: list[in
     if sizes:  # what was learned takes the place of the weights that the run started from
         spec = spec.with_values({"model.weights": None})
     precision = make_precision(training.precision, device)
-    model = build_model(spec, stream, sizes).to(device=device, dtype=precision.dtype).train()
+    try:
+        model = build_model(spec, stream, sizes).to(device=device, dtype=precision.dtype).train()
+    except RuntimeError as error:
+        if "alloc" not in str(error) and "memory" not in str(error):
+            raise
+        raise RunError(f"The model does not fit into the memory of {device}: {str(error).splitlines()[0]}") from None
     params = trainable(model)
     _check_micro_batches(spec, model)
     methods = [(method, method.init(params)) for method in build(spec.methods)]
@@ -126,7 +131,7 @@ def _head(job: Job) -> Head:
 
 def _check_micro_batches(spec: RunSpec, model: nn.Module) -> None:
     memory = spec.training_params.memory
-    if memory.micro_batch == "none" or memory.allow_inexact or memory.micro_batch >= spec.training_params.batch_size:
+    if memory.micro_batch == "none" or memory.allow_inexact:
         return
     norms = [name for name, part in model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     if norms:

@@ -32,6 +32,14 @@ HEAVY = ("model.safetensors", "methods.safetensors", "optimizer.safetensors")
 """Files of a finished task that `checkpoint.keep_tasks` may remove."""
 
 
+STALE = (
+    *(f".{name}.tmp" for name in ("lineage.jsonl", "latest", "summary.json")),
+    *(f"{place}.{end}" for place in ("tasks/.[0-9]*", "partial/.[0-9]*") for end in ("tmp", "removed")),
+    f"tasks/[0-9]*/.{MANIFEST}.tmp",
+)
+"""What a killed process may have left half written; nothing else in the directory is ever removed."""
+
+
 class Damaged(RunError):
     """A file of the run directory is missing, truncated or changed."""
 
@@ -105,14 +113,10 @@ class RunDirectory:
             self.write_records()
 
     def latest(self) -> int | None:
-        """The number of the promoted task, or None before the first."""
-        try:
-            name = (self.path / "latest").read_text(encoding="utf-8").strip()
-            number = int(name.removeprefix("tasks/"))
-        except (OSError, ValueError):
-            number = -1
-        if any(record["number"] == number for record in self.learned):
-            return number
+        """The number of the promoted task, the last learned one, or None before the first.
+
+        The file `latest` tells other programs; a process killed before it was written leaves an old one, so it is not asked here.
+        """
         return self.learned[-1]["number"] if self.learned else None
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -199,6 +203,7 @@ def opened(path: Path) -> Iterator[RunDirectory]:
         RunError: another process has it, it cannot be written, or it is of a newer release.
     """
     run = RunDirectory(path)
+    _check_is_run(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(path / ".lock", timeout=0)
@@ -211,10 +216,13 @@ def opened(path: Path) -> Iterator[RunDirectory]:
         raise RunError(f"{path} cannot be written: {error.strerror or error}. Give --run another directory.") from None
     try:
         with disk_errors(path):
-            for stale in [*path.glob(".*.tmp"), *path.glob("*/.*")]:
-                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+            for pattern in STALE:
+                for stale in path.glob(pattern):
+                    shutil.rmtree(stale) if stale.is_dir() and not stale.is_symlink() else stale.unlink()
             run.read_records()
             run.cut_events(run.events_size())
+            if (latest := run.latest()) is not None:
+                run.point_latest(latest)
         yield run
     finally:
         lock.release()
@@ -222,6 +230,21 @@ def opened(path: Path) -> Iterator[RunDirectory]:
             if [entry.name for entry in path.iterdir()] == [".lock"]:  # nothing came of it
                 (path / ".lock").unlink()
                 path.rmdir()
+
+
+def _check_is_run(path: Path) -> None:
+    """Refuse a directory that holds other things: a run's files would be mixed with them.
+
+    Raises:
+        RunError: it is not empty, and nothing in it is of a run.
+    """
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError:
+        return  # not there yet, or not a directory: said when it is made
+    if names and not names & {"lineage.jsonl", "tasks", "partial", "events.jsonl", ".lock"}:
+        listed = ", ".join(sorted(names)[:3])
+        raise RunError(f"{path} is no run directory: it holds {listed}. Give --run a new or empty directory.")
 
 
 @contextlib.contextmanager

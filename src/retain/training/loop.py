@@ -29,9 +29,9 @@ from retain.memory.optimizer import lr_factor, set_lr_, step_sizes
 from retain.models.heads import resolve_head
 from retain.params import check_finite, derive
 from retain.seams import StepContext
-from retain.spec import RunSpec, differences
+from retain.spec import SOURCES, RunSpec, differences
 from retain.step import Job, train_step
-from retain.training.checks import Listener, check_disk, check_identity, diverged, identity_of, pending_tasks
+from retain.training.checks import Listener, check_disk, check_identity, check_names, diverged, identity_of, pending_tasks
 from retain.training.evaluate import measure
 from retain.training.job import FILES, grow_job, job_files, make_job, restore_job
 from retain.training.lineage import (
@@ -52,9 +52,17 @@ NO_METHOD = (
     "No method against forgetting is configured, so earlier tasks will be forgotten. "
     "training_params.regularization: {replay_ratio: 1.0, replay_capacity: 2000} keeps rows of them."
 )
+MAX_SKIPPED = 100
+"""Steps in a row that the loss scaler may skip: it halves the scale each time, so after these no scale would have helped."""
 TICK_SECONDS = 0.2
-MAY_CHANGE_WITHIN_TASK = ("checkpoint.", "budget.", "stream.", "training_params.device", "training_params.eval_batch_size")
-"""Keys with which a checkpoint within a task still goes on; the data has its own fingerprint."""
+MAY_CHANGE_WITHIN_TASK = (
+    "checkpoint.",
+    "budget.",
+    "training_params.device",
+    "training_params.eval_batch_size",
+    *(f"stream.{name}" for name in (*SOURCES, "keep_eval")),
+)
+"""Keys with which a checkpoint within a task still goes on; the rows have a fingerprint of their own."""
 
 
 @dataclass
@@ -132,6 +140,7 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
         prior = None if latest is None else load_checkpoint(run.task_path(latest), ["state.json"])["state.json"]
         if stream is None:
             stream = build_stream(spec, prior["frozen"] if prior else None)
+        check_names(stream)
         identity = identity_of(spec, stream)
         check_identity(path, identity, prior)
         for text in (*run.notes, *stream.notes):
@@ -198,7 +207,7 @@ def _learn_all(training: Training, pending: list[Task]) -> None:
     try:
         for task in pending:
             _learn(training, task)
-            if training.stop.signal is not None:
+            if training.stop.signal is not None and task is not pending[-1]:
                 raise Stopped(training.stop.signal, f"Stopped after task {task.name}; the same command goes on with the next one.")
     finally:
         for undo in reversed(undos):
@@ -261,7 +270,7 @@ def _begin(training: Training, task: Task) -> Progress:
             progress.at_init = {each.name: _measure(training, k, each.test, each.classes) for k, each in tasks}
         else:
             progress.before = _measure(training, number, task.test, task.classes)
-    outputs = len(task.classes) if training.head == "per-task" else len(_seen(training, task))
+    outputs = len(task.classes) if training.head == "per-task" else max(_seen(training, task)) + 1
     grow_job(training.job, training.spec, outputs, number)
     ctx = _context(training, task)
     for method, state in training.job.methods:
@@ -281,15 +290,18 @@ def _run_steps(training: Training, task: Task, batches: TaskBatches, progress: P
     uses_sizes = any(method.project_ is not None for method, _ in job.methods)
     job.model.train()
     began = saved = time.monotonic()
-    next_tick = began + TICK_SECONDS
+    next_tick, skipped_in_a_row = began + TICK_SECONDS, 0
     for step in range(first, steps):
         set_lr_(job.optimizer, lr_factor(spec.schedule, step, steps))
-        ctx = base._replace(step=step)
+        ctx = base._replace(step=step, rows=batches.rows_before(step))
         sizes = step_sizes(job.optimizer, job.params) if uses_sizes else None
         result = train_step(job, batches.at(step).to(job.device), ctx, sizes)
         progress.step = step + 1
         progress.rows += result.rows
         progress.skipped += result.skipped
+        skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+        if skipped_in_a_row == MAX_SKIPPED:
+            raise diverged(task, f"a gradient of each of the last {MAX_SKIPPED} steps")
         now = time.monotonic()
         asked = stop.signal is not None
         due = asked or now - saved >= every_seconds or (every_steps is not None and progress.step % every_steps == 0)
