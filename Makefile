@@ -20,6 +20,7 @@ help: ## what there is
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
 	@sed -n 's/^#  /  /p' Makefile
 
+demo: export OMP_NUM_THREADS = 1
 demo: $(STAMP) ## learn handwritten digits class by class, with replay and without
 	@$(BIN)/python examples/demo.py
 

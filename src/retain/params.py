@@ -52,7 +52,9 @@ def seed_dropout(key: int, device: torch.device) -> None:
     """Start the default generator that dropout uses on a device at a key."""
     torch.default_generator.manual_seed(key)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(key)
+        module = torch.get_device_module(device)
+        generators = getattr(module, "default_generators", None)  # one per device; mps has one for all
+        (generators[device.index or 0] if generators else module).manual_seed(key)
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------

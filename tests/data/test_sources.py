@@ -161,6 +161,31 @@ def test_images_in_a_table_are_decoded(tmp_path):
     assert build(parquet=str(tmp_path / "d.parquet"), label="y", image="img", image_size=3).shape == (1, 3, 3)
 
 
+def test_values_that_no_type_here_holds_are_refused(tmp_path):
+    path = str(tmp_path / "d.parquet")
+
+    def wrong(said, label="y", **columns):
+        pq.write_table(pa.table(columns), path)
+        refused(said, parquet=path, label=label)
+
+    wrong(r"label column y holds numbers as large as 1e\+20", x=[1, 2], y=[1e20, 1.0])
+    wrong(r"label column y holds numbers as large as 9\.2", x=[1, 2], y=pa.array([2**63, 1], pa.uint64()))
+    wrong(r"column x has 1 too large \(more than 3\.4e38\) value \(row 2\)", x=[1.0, 1e300, 2.0], y=[0, 1, 0])
+    wrong("column t holds texts that are not valid Unicode", t=pa.array([b"\xff", b"a"]).view(pa.string()), y=[0, 1])
+    pq.write_table(pa.table({"age": [1, 2], "y": [0, 1]}), path)
+    refused("column age: row 1 holds int, which is no image", parquet=path, label="y", image="age")
+
+
+def test_a_file_in_another_encoding_says_how_to_convert_it(tmp_path):
+    (tmp_path / "a.csv").write_bytes("city,n,y\nKöln,1,a\nBonn,2,b\nBonn,3,a\nBonn,3,b\n".encode("latin1"))
+    (tmp_path / "b.csv").write_text("city,n,y\nKöln,1,a\nBonn,2,b\n")
+    refused(r"column city holds bytes that are not UTF-8.*iconv -f latin1 -t utf-8", csv=str(tmp_path / "a.csv"), label="y")
+    assert build(csv=str(tmp_path / "a.csv"), label="y", drop=["city"]).features == ["n"]
+    refused("iconv", csv=[str(tmp_path / "a.csv"), str(tmp_path / "b.csv")], label="y")
+    (tmp_path / "c.csv").write_bytes("größe,y\n1,a\n2,b\n".encode("latin1"))
+    refused("iconv", csv=str(tmp_path / "c.csv"), label="y")
+
+
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 
@@ -196,11 +221,23 @@ def test_the_sources_own_validation_and_groups_are_used(tmp_path):
         ({"x_train": np.full((8, 5, 4), 256)}, "whole numbers from 256 to 256"),
         ({"x_test": np.zeros((4, 6, 4), np.uint8)}, r"shape \(1, 5, 4\), .*shape \(1, 6, 4\).*image_size"),
         ({"y_train": np.zeros((8, 2))}, "y_train of shape .* is no column"),
+        ({"y_train": np.array(["a", "\ud800"] * 4)}, "y_train of shape .* is no column"),
+        ({"x_train": np.full((8, 5), 1e300)}, r"x_train has 8 too large \(more than 3\.4e38\) values"),
+        ({"x_train": np.full((8, 5), 2**63, np.uint64)}, r"x_train holds whole numbers up to 9223372036854775808"),
     ],
 )
 def test_arrays_that_cannot_be_used(tmp_path, change, said):
     given = {name: value for name, value in (arrays() | change).items() if value is not None}
     refused(said, npz=npz(tmp_path / "d.npz", **given))
+
+
+@pytest.mark.parametrize("size", [10**9, 10**10])
+def test_an_image_size_beyond_memory_is_refused(tmp_path, size):
+    refused(f"stream.image_size={size}: .*Choose a smaller size", npz=npz(tmp_path / "d.npz", **arrays()), image_size=size)
+
+
+def test_a_table_is_no_npz_archive(csv):
+    refused("it is no npz archive of arrays.*a table belongs under stream.csv", npz=csv(table_csv()))
 
 
 def test_pickled_objects_are_refused(tmp_path):
@@ -227,7 +264,8 @@ def test_a_factory_gives_tasks_as_they_are(tmp_path, monkeypatch):
         "import numpy as np\n\n\ndef tasks():\n"
         "    for k in range(2):\n        x = np.arange(12).reshape(6, 2) + k\n"
         "        yield {'x_train': x, 'y_train': [0, 1] * 3, 'x_test': x[:2], 'y_test': [0, 1], 'name': f'week {k}'}\n\n\n"
-        "def fails():\n    raise RuntimeError('no disk')\n\n\ndef wrong():\n    return [1]\n"
+        "def fails():\n    raise RuntimeError('no disk')\n\n\ndef wrong():\n    return [1]\n\n\n"
+        "def single():\n    return next(tasks())\n"
     )
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
@@ -236,6 +274,7 @@ def test_a_factory_gives_tasks_as_they_are(tmp_path, monkeypatch):
     assert stream.tasks[1].train.inputs["x"].tolist() == (np.arange(12).reshape(6, 2) + 1).tolist()
     refused("factory=own_stream:fails: RuntimeError: no disk", factory="own_stream:fails")
     refused("factory=own_stream:wrong: gave a int", factory="own_stream:wrong")
+    refused("gave one dict.*Return it in a list", factory="own_stream:single")
     refused("has no function nothing", factory="own_stream:nothing")
     refused("factory=no_such_module:f: ModuleNotFoundError", factory="no_such_module:f")
     sys.modules.pop("own_stream")

@@ -132,12 +132,43 @@ def _entry(name: str, column: pa.ChunkedArray) -> dict[str, Any]:
         values = sorted(pc.unique(column).to_pylist())
         if len(values) > MOST_CATEGORIES:
             seen = f"column {name} holds {len(values):,} distinct texts in {len(column):,} rows"
-            raise DataError(f"{seen}; at most {MOST_CATEGORIES:,} can become categories. Drop it: stream.drop: [{name}]")
+            raise DataError(
+                f"{seen}; at most {MOST_CATEGORIES:,} can become categories. {_words(column)}Drop it: stream.drop: [{name}]"
+            )
         return {"name": name, "categories": values}
     numbers = _numbers(column)
     mean, std = float(numbers.mean()), float(numbers.std())
     # rounding alone gives a constant column a standard deviation of about 1e-16 of its mean
     return {"name": name, "mean": mean, "std": std if std > 1e-12 * abs(mean) else 1.0}
+
+
+def doubts(table: pa.Table, plan: Plan, rows: int) -> list[str]:
+    """Sentences about text columns that were probably meant otherwise: numbers with a few words, and identifiers.
+
+    Args:
+        table: all rows.
+        plan: of its columns.
+        rows: how many rows the plan was made from.
+    """
+    found = []
+    for entry in plan:
+        name, values = entry["name"], len(entry.get("categories", ()))
+        if values and (words := _words(table.column(name))):
+            found.append(f"Column {name} is read as text. {words.strip()}")
+        elif values > max(10, 0.9 * rows):
+            seen = f"Column {name} has {values:,} values in the {rows:,} rows that the first task learns from"
+            found.append(f"{seen}: it looks like an identifier, which says nothing of new rows. Drop it: stream.drop: [{name}]")
+    return found
+
+
+def _words(column: pa.ChunkedArray) -> str:
+    """A sentence about the few texts in a column of numbers; empty if it is no such column."""
+    odd = column.filter(pc.invert(pc.match_substring_regex(column, r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$")))
+    if not 0 < 2 * len(odd) < len(column):
+        return ""
+    examples = ", ".join(repr(value) for value in pc.unique(odd).to_pylist()[:3])
+    seen = f"{len(odd):,} of its {len(column):,} values are no numbers (such as {examples}), and the others are"
+    return f"{seen}. Write numbers there too, or leave such rows out. "
 
 
 def feature_names(plan: Plan) -> list[str]:

@@ -31,14 +31,22 @@ def channels_first(x: np.ndarray) -> np.ndarray:
 
 
 def resized(images: Tensor, size: int) -> Tensor:
-    """Images [rows, channels, height, width] at size x size (bilinear, antialiased), in their own dtype."""
+    """Images [rows, channels, height, width] at size x size (bilinear, antialiased), in their own dtype.
+
+    Raises:
+        ConfigError: the result does not fit into memory.
+    """
     if images.shape[-2:] == (size, size):
         return images
 
     def resize(chunk: Tensor) -> Tensor:
         return F.interpolate(chunk, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
 
-    return _in_chunks(images, resize)
+    try:
+        return _in_chunks(images, resize)
+    except (RuntimeError, MemoryError) as error:
+        said = f"images of {size:,} x {size:,} pixels do not fit into memory"
+        raise ConfigError(f"stream.image_size={size}: {said}. Choose a smaller size.") from error
 
 
 def rotated(images: Tensor, degrees: float) -> Tensor:
@@ -91,12 +99,15 @@ def decoded(column: pa.ChunkedArray, where: str, folder: Path, size: int | None)
     def opened(value: Any, row: int) -> Image.Image:
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
-        if not value:
+        if value is None or value in (b"", ""):
             raise DataError(f"{where}: row {row} has no image. Leave such rows out.")
+        if not isinstance(value, bytes | str):
+            seen = f"row {row} holds {type(value).__name__}, which is no image"
+            raise DataError(f"{where}: {seen}. Name a column of encoded images, paths or lists of pixels in stream.image.")
         try:
             image = Image.open(io.BytesIO(value) if isinstance(value, bytes) else folder / value)
             image.load()
-        except (OSError, ValueError, SyntaxError) as error:
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(f"{where}: row {row} cannot be read as an image ({error}).") from None
         return image
 

@@ -8,7 +8,6 @@ back in `Stream.frozen`, and taken from there when the stream is opened again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 from retain.data import encode, splits
 from retain.data.encode import Labels
 from retain.data.images import rotated
-from retain.data.sources import TEST, TRAIN, VALIDATION, Source, read
+from retain.data.sources import TEST, TRAIN, VALIDATION, Source, read, unique
 from retain.data.splits import Cut
 from retain.data.task import Rows, Stream, Task
 from retain.errors import ConfigError, DataError
@@ -51,17 +50,22 @@ def build_stream(spec: RunSpec, frozen: Mapping[str, Any] | None = None) -> Stre
     seed = fixed.setdefault("seed", spec.training_params.seed)
     source = read(stream, seed, fixed)
     notes = list(source.notes)
-    if stream.source in ("csv", "parquet", "jsonl", "arrow"):
-        files = {Path(path).name for path in getattr(stream, stream.source)}
-        fixed["files"] = sorted(files.union(fixed.get("files", ())))
+    fixed["files"] = dict(source.files)
 
     original = encode.read_labels(pa.chunked_array([chunk for segment in source.segments for chunk in segment.labels.chunks]))
     labels = encode.relabelled(original, stream.relabel)
+    kind = str(source.segments[0].labels.type)
+    if fixed.setdefault("label_type", kind) != kind:
+        notes.append(
+            f"The labels are of type {kind}, and were {fixed['label_type']} when the run began: are they the same classes?"
+        )
     changes: list[Change] = []
     if split.by in ("permutation", "rotation"):
         cuts, changes = _changed(source, len(labels.codes), split, seed)
     else:
         cuts = _divided(source, original, split, seed, fixed, notes)
+    # a name must not depend on whether the rows of an old task are still there, so those are left out last
+    cuts = [Cut(name, cut.rows) for name, cut in zip(unique([cut.name for cut in cuts]), cuts, strict=True) if len(cut.rows)]
     roles = _roles(source, labels, cuts, stream, seed, one_draw=bool(changes))
     _check_rows(cuts[:1] if changes else cuts, roles, labels, notes)
     ids = _class_ids(labels, cuts, stream, fixed)
@@ -105,14 +109,14 @@ def resolved_split(stream: StreamSpec) -> SplitSpec:
 def _divided(source: Source, original: Labels, split: SplitSpec, seed: int, fixed: dict[str, Any], notes: list[str]) -> list[Cut]:
     """Tasks of different rows."""
     if split.by == "class":
-        return splits.by_class(original, split, notes)
+        return splits.by_class(original, split, fixed, notes)
     if split.by == "file":
         return splits.by_part([segment.part for segment in source.segments], [len(segment.labels) for segment in source.segments])
     if split.by == "none":
         return [Cut("all", np.arange(len(original.codes)))]
     key = pa.chunked_array([chunk for segment in source.segments if segment.key for chunk in segment.key.chunks])
     if split.by == "column":
-        return splits.by_column(encode.read_labels(key), split, seed, notes)
+        return splits.by_column(encode.read_labels(key), split, seed, fixed, notes)
     cuts, rule = splits.by_time(key, split, fixed.get("cuts"), notes)
     if rule is not None:
         fixed["cuts"] = rule
@@ -238,6 +242,7 @@ def _inputs(source: Source, first: np.ndarray, fixed: dict[str, Any], notes: lis
     table = pa.concat_tables(inputs)
     if "columns" not in fixed:
         fixed["columns"] = encode.make_plan(table, first)
+        notes += encode.doubts(table, fixed["columns"], len(first))
     texts = [f"{entry['name']} ({len(entry['categories'])})" for entry in fixed["columns"] if "categories" in entry]
     if texts:
         notes.append(f"Text columns became one indicator per category of the first task, and one for others: {', '.join(texts)}.")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ LOG = logging.getLogger("retain")
 TRAIN, VALIDATION, TEST = range(3)
 _SUFFIXES = ("train", "val", "test")
 """Names of the three roles in arrays: x_train, x_val, x_test."""
+
+TOO_LARGE = "too large (more than 3.4e38)"
+"""The fault of a number that float32 cannot hold."""
 
 VOCABULARY = 100
 """Random tokens are below this, so that any tokenizer's model takes them."""
@@ -63,11 +67,13 @@ class Source:
         segments: at least one; inputs are all tables or all arrays of one shape.
         kind: ``table``, ``vector``, ``image`` or ``tokens``.
         notes: sentences for the user.
+        files: the task's name of every file that the run knows, by path.
     """
 
     segments: Sequence[Segment]
     kind: str
     notes: Sequence[str] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def read(stream: StreamSpec, seed: int, frozen: Mapping[str, Any]) -> Source:
@@ -76,39 +82,70 @@ def read(stream: StreamSpec, seed: int, frozen: Mapping[str, Any]) -> Source:
     Args:
         stream: the configuration's part.
         seed: of random rows.
-        frozen: what an earlier run fixed: its columns (`columns`), and its files (`files`), which may be gone by now.
+        frozen: what an earlier run fixed: its columns (`columns`), and its files by path (`files`), which may be gone by now.
 
     Raises:
         ConfigError: the configuration does not fit the data.
         DataError: the data cannot be read or used.
     """
     name = stream.source
-    if name in ("csv", "parquet", "jsonl", "arrow"):
+    if name in ("csv", "parquet", "jsonl", "arrow", "npz"):
         return _from_files(stream, name, frozen)
     if name == "hf":
         from retain.data.huggingface import load
 
         found, notes = load(stream)
         return _from_tables(stream, found, Path(str(stream.hf)), frozen, notes)
-    segments = {"builtin": _digits, "npz": _npz, "factory": _factory, "random": _random}[name](stream, seed)
+    segments = {"builtin": _digits, "factory": _factory, "random": _random}[name](stream, seed)
     return _of_one_kind(segments)
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def _from_files(stream: StreamSpec, form: str, frozen: Mapping[str, Any]) -> Source:
-    files, notes = list(getattr(stream, form)), []
-    if stream.keep_eval:
-        gone = [path for path in files if Path(path).name in frozen.get("files", ()) and not Path(path).exists()]
-        if 0 < len(gone) < len(files):
-            files = [path for path in files if path not in gone]
-            notes.append(f"Files of earlier tasks are gone: {', '.join(gone)}. Their evaluation rows are in the run.")
-    categories = {entry["name"] for entry in frozen.get("columns", ()) if "categories" in entry}
-    names = unique([Path(path.removesuffix(".gz")).stem for path in files])
-    read_all = tables.read_tables(form, files, categories)
-    found = [(path, name, TRAIN, table) for path, name, table in zip(files, names, read_all, strict=True)]
-    return _from_tables(stream, found, Path(files[0]).parent, frozen, notes)
+    """Tables or arrays from files, some of which may be gone where a run goes on."""
+    listed, known, notes = list(getattr(stream, form)), frozen.get("files", {}), []
+    if twice := [path for path, count in Counter(listed).items() if count > 1]:
+        raise ConfigError(f"stream.{form}: {', '.join(twice)} is listed twice. List each file once.")
+    names = _file_names(listed, known)
+    gone = [path for path in listed if path in known and not Path(path).exists()] if stream.keep_eval else []
+    files = [path for path in listed if path not in gone]
+    if gone and files:
+        notes.append(f"Files of earlier tasks are gone: {', '.join(gone)}. Their evaluation rows are in the run.")
+    files = files or listed
+    if form == "npz":
+        source = _of_one_kind([segment for path in files for segment in _npz(path, names[path], stream)], notes)
+    else:
+        categories = {entry["name"] for entry in frozen.get("columns", ()) if "categories" in entry}
+        read_all, mixed = tables.read_tables(form, files, categories)
+        notes += [f"Column {name} {said}; it is read as text in all." for name, said in mixed.items() if name not in stream.drop]
+        found = [(path, names[path], TRAIN, table) for path, table in zip(files, read_all, strict=True)]
+        source = _from_tables(stream, found, Path(files[0]).parent, frozen, notes)
+    return replace(source, files=names)
+
+
+def _file_names(listed: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
+    """The name of each file, by path: those of a list and those that the run knows.
+
+    A known path keeps its name. A path that differs from a known one, which is not listed any more, in nothing but the folders
+    above the last takes that one's name. Any other file is new, and is called by its stem; by folder and stem where another
+    file has that name.
+    """
+    names = dict(known)
+    for path in listed:
+        tail = Path(path).parts[-2:]
+        moved = [old for old in sorted(names) if old not in listed and Path(old).parts[-2:] == tail]
+        if path not in names and moved:
+            names[path] = names.pop(moved[0])
+    new = [path for path in listed if path not in names]
+    stems = {path: Path(path.removesuffix(".gz")).stem for path in (*names, *new)}
+    often = Counter([*names.values(), *stems.values()])
+    wanted = [stems[path] if often[stems[path]] == 1 else f"{Path(path).absolute().parent.name}-{stems[path]}" for path in new]
+    return names | dict(zip(new, unique([*names.values(), *wanted])[len(names) :], strict=True))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _from_tables(
@@ -129,7 +166,9 @@ def _from_tables(
             tables.column_of(found[0][3], name, found[0][0], "stream.drop")
     if twice := [name for name in (stream.features or ()) if name in special]:
         raise ConfigError(f"stream.features: {', '.join(twice)} is also the label, the split column or dropped; it is no feature.")
-    chosen = [entry["name"] for entry in frozen.get("columns", ())] or stream.features
+    planned = [entry["name"] for entry in frozen.get("columns", ())]
+    _keep_features(stream, planned)
+    chosen = planned or stream.features
     features: list[str] = list(chosen or [name for name in first if name not in special])
     if not features and stream.image is None:
         raise ConfigError(f"stream.features: {found[0][0]} has no columns beside the label, the split column and those dropped.")
@@ -154,6 +193,18 @@ def _from_tables(
     return source
 
 
+def _keep_features(stream: StreamSpec, planned: Sequence[str]) -> None:
+    """Raise a ConfigError where a run that goes on would lose or gain features; `planned` are its features, if any."""
+    lost = [(f"stream.drop: [{name}]", name) for name in stream.drop if name in planned]
+    if stream.split.column in planned:
+        lost.append((f"stream.split.column={stream.split.column}", str(stream.split.column)))
+    if lost:
+        raise ConfigError(f"{lost[0][0]}: the column {lost[0][1]} is a feature of this run. Put it back, or start a new run.")
+    if planned and stream.features and set(stream.features) != set(planned):
+        seen = f"stream.features: {', '.join(stream.features)} are given, and the features of this run are {', '.join(planned)}"
+        raise ConfigError(f"{seen}. Put them back, or start a new run.")
+
+
 def _features(table: pa.Table, names: Sequence[str], where: str) -> pa.Table:
     """The feature columns as float64 or string; every fault of every column at once."""
     columns, findings = {}, []
@@ -168,6 +219,8 @@ def _features(table: pa.Table, names: Sequence[str], where: str) -> pa.Table:
             remedy = f"Nothing is filled in for you in this release: drop the column (stream.drop: [{name}]) or fill the file."
             column = tables.present(column, name, where, remedy)
             columns[name] = column if kinds.is_string(column.type) else column.cast(pa.float64(), safe=False)
+            if kinds.is_floating(column.type) and len(rows := _too_large(column.to_numpy())):
+                raise DataError(f"{where}: column {name} has {tables.missing(rows, TOO_LARGE)}. Scale or drop the column.")
         except DataError as error:
             findings += error.findings
     if findings:
@@ -202,28 +255,30 @@ def _labels(column: pa.ChunkedArray, name: str, where: str) -> pa.ChunkedArray:
     if kinds.is_floating(column.type):
         if not pc.all(pc.equal(column, pc.floor(column))).as_py():
             raise DataError(f"{where}: the label column {name} holds fractions. Labels are classes: texts or whole numbers.")
-        column = column.cast(pa.int64())
+        try:
+            column = column.cast(pa.int64())
+        except pa.ArrowInvalid:
+            largest = pc.max(pc.abs(column)).as_py()
+            seen = f"the label column {name} holds numbers as large as {largest:g}"
+            raise DataError(f"{where}: {seen}. Labels are texts, or whole numbers below 2**63.") from None
     return column
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def _npz(stream: StreamSpec, seed: int) -> list[Segment]:
-    """Files of arrays; pickled objects are refused."""
-    segments: list[Segment] = []
-    files = stream.npz or ()
-    for path, part in zip(files, unique([Path(path).stem for path in files]), strict=True):
-        tables.require_file(path, "stream.npz")
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                if not isinstance(file, np.lib.npyio.NpzFile):
-                    raise DataError(f"{path}: one array, not an .npz file of several. Save it with numpy.savez.")
-                arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path}: cannot be read as npz: {error}. Plain arrays saved by numpy.savez are expected.") from None
-        segments += _from_arrays(arrays, path, part, stream)
-    return segments
+def _npz(path: str, part: str, stream: StreamSpec) -> list[Segment]:
+    """A file of arrays; pickled objects are refused."""
+    tables.require_file(path, "stream.npz")
+    if not zipfile.is_zipfile(path):
+        remedy = "Save x_train, y_train ... with numpy.savez; a table belongs under stream.csv or stream.parquet."
+        raise DataError(f"{path}: cannot be read as npz: it is no npz archive of arrays. {remedy}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path}: cannot be read as npz: {error}. Plain arrays saved by numpy.savez are expected.") from None
+    return _from_arrays(arrays, path, part, stream)
 
 
 def _factory(stream: StreamSpec, seed: int) -> list[Segment]:
@@ -231,7 +286,10 @@ def _factory(stream: StreamSpec, seed: int) -> list[Segment]:
     name = str(stream.factory)
     function = load_factory("stream.factory", name)
     with blaming("stream.factory", name):
-        given = list(function())
+        given = function()
+        given = [given] if (single := isinstance(given, Mapping)) else list(given)
+    if single:
+        raise DataError(f"stream.factory={name}: gave one dict, and a list of them was expected. Return it in a list: [task].")
     wrong = [type(task).__name__ for task in given if not isinstance(task, Mapping)]
     if wrong or not given:
         seen = f"gave a {wrong[0]}" if wrong else "gave no task"
@@ -317,6 +375,8 @@ def _array(x: np.ndarray, where: str) -> tuple[np.ndarray, bool]:
             f"{where} has shape {x.shape}. Rows [rows, features] or images [rows, height, width, channels] were expected."
         )
     if x.ndim == 2:
+        if x.dtype == np.uint64 and x.max() >= 2**63:
+            raise DataError(f"{where} holds whole numbers up to {x.max()}, and at most 2**63 - 1 is read. Save it as float64.")
         integral = x.dtype.kind in "iu" and x.dtype != np.uint8
         return (x.astype(np.int64), True) if integral else (_finite(x, where), False)
     if x.dtype.kind == "f":
@@ -330,7 +390,15 @@ def _finite(x: np.ndarray, where: str) -> np.ndarray:
     rows = np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(axis=1))
     if len(rows):
         raise DataError(f"{where} has {tables.missing(rows)}. Fill them or leave the rows out.")
+    if len(rows := _too_large(x)):
+        raise DataError(f"{where} has {tables.missing(rows, TOO_LARGE)}. Scale the numbers.")
     return x.astype(np.float32, copy=False)
+
+
+def _too_large(x: np.ndarray) -> np.ndarray:
+    """The rows in which a number would become infinite in float32."""
+    with np.errstate(over="ignore"):
+        return np.flatnonzero(np.isinf(x.astype(np.float32, copy=False)).reshape(len(x), -1).any(axis=1))
 
 
 def _column(values: Any, name: str, where: str) -> pa.ChunkedArray:
@@ -339,7 +407,7 @@ def _column(values: Any, name: str, where: str) -> pa.ChunkedArray:
     array = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
     try:
         return pa.chunked_array([pa.array(array)])
-    except (pa.ArrowException, TypeError) as error:
+    except (pa.ArrowException, TypeError, UnicodeError) as error:
         raise DataError(
             f"{where}: {name} of shape {array.shape} and type {array.dtype} is no column of values ({error})."
         ) from None

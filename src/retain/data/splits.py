@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 import torch
 
-from retain.data.encode import Labels, name_of, shortened
+from retain.data.encode import Labels, shortened
 from retain.data.sources import TEST, TRAIN, VALIDATION
 from retain.errors import ConfigError, DataError
 from retain.params import derive, generator
@@ -22,36 +22,57 @@ from retain.spec import SplitSpec
 
 
 class Cut(NamedTuple):
-    """The rows of one task, ascending."""
+    """The rows of one task, ascending; none where those of an old task are gone."""
 
     name: str
     rows: np.ndarray
 
 
-def by_class(labels: Labels, split: SplitSpec, notes: list[str]) -> list[Cut]:
+def by_class(labels: Labels, split: SplitSpec, fixed: dict[str, Any], notes: list[str]) -> list[Cut]:
     """Groups of classes; equal groups, the remainder one by one to the first ones.
+
+    Args:
+        labels: the class of each row.
+        split: how many groups, in which order.
+        fixed: what the run fixed: its `groups`, names of classes, stay as they are, and new classes make one more.
+        notes: gets sentences for the user.
 
     Raises:
         ConfigError: more groups than classes, or an unknown class in `order`.
     """
-    order = _ordered(labels, split, "stream.split.order")
-    groups = min(5, len(order)) if split.groups is None else split.groups
-    if groups > len(order):
-        raise ConfigError(
-            f"stream.split.groups={groups}: there are {len(order)} classes ({shortened(labels.names)}). Use at most as many groups."
-        )
-    _note_dropped(labels, order, notes)
-    cuts = []
-    for codes in np.array_split(np.array(order), groups):
-        cuts.append(Cut(_group_name([labels.values[code] for code in codes]), np.flatnonzero(np.isin(labels.codes, codes))))
-    return cuts
+    names, order = labels.names, _ordered(labels, split, "stream.split.order")
+    groups: list[list[str]] = [list(group) for group in fixed.get("groups", ())]
+    if groups:
+        known = {name for group in groups for name in group}
+        if new := [names[code] for code in order if names[code] not in known]:
+            groups.append(new)
+            notes.append(f"New classes make one new task: {shortened(new)}.")
+    else:
+        count = min(5, len(order)) if split.groups is None else split.groups
+        if count > len(order):
+            seen = f"stream.split.groups={count}: there are {len(order)} classes ({shortened(names)})"
+            raise ConfigError(f"{seen}. Use at most as many groups.")
+        groups = [[names[code] for code in codes] for codes in np.array_split(np.array(order), count)]
+    fixed["groups"] = groups
+    owner = {name: place for place, group in enumerate(groups) for name in group}
+    _note_dropped(labels, [code for code, name in enumerate(names) if name in owner], notes)
+    places = np.array([owner.get(name, -1) for name in names])[labels.codes]
+    return [Cut(_group_name(group), np.flatnonzero(places == place)) for place, group in enumerate(groups)]
 
 
-def by_column(values: Labels, split: SplitSpec, seed: int, notes: list[str]) -> list[Cut]:
-    """One task per value; rows with shared values are dealt evenly over the tasks.
+def by_column(values: Labels, split: SplitSpec, seed: int, fixed: dict[str, Any], notes: list[str]) -> list[Cut]:
+    """One task per value; rows with shared values are dealt evenly over the tasks, once.
+
+    Args:
+        values: the value of each row.
+        split: the column, the order of its values, and the shared ones.
+        seed: of the deal.
+        fixed: what the run fixed: its shared values (`shared`) and how many rows were dealt to which tasks (`deals`).
+        notes: gets sentences for the user.
 
     Raises:
-        ConfigError: an unknown value in `order` or `shared`, or one in both.
+        ConfigError: an unknown value in `order` or `shared`, or one in both; other shared values than the run's; nearly as
+            many values as rows.
     """
     shared = [values.find(value, "stream.split.shared") for value in split.shared]
     order = [code for code in _ordered(values, split, "stream.split.order") if split.order or code not in shared]
@@ -59,17 +80,51 @@ def by_column(values: Labels, split: SplitSpec, seed: int, notes: list[str]) -> 
         raise ConfigError(f"stream.split: {', '.join(both)} is in order and in shared. Each value goes into one of them.")
     if not order:
         raise ConfigError(f"stream.split: every value of {split.column} is shared, so there is no task.")
+    if 2 * len(order) > len(values.codes):  # a task needs two rows
+        seen = f"stream.split.column={split.column}: the column has {len(order):,} values in {len(values.codes):,} rows"
+        raise ConfigError(f"{seen}, and each value makes a task. Split by a column of few values, or by time with periods: 4.")
     _note_dropped(values, [*order, *shared], notes)
-    common = np.flatnonzero(np.isin(values.codes, shared))
-    turn = _deal(len(common), len(order), derive("deal", seed))
+    said = sorted(values.names[code] for code in shared)
+    if said != (before := fixed.setdefault("shared", said)):
+        raise ConfigError(
+            f"stream.split.shared is {shortened(said) or 'empty'} and was {shortened(before) or 'empty'} when this run dealt the "
+            "rows. Put it back, or start a new run."
+        )
+    own = {values.names[code]: [np.flatnonzero(values.codes == code)] for code in order}
     if shared:
-        names = ", ".join(values.names[code] for code in shared)
-        notes.append(f"{len(common):,} rows with {split.column} {names} are shared: dealt evenly over {len(order)} tasks.")
-    cuts = []
-    for place, code in enumerate(order):
-        rows = np.concatenate([np.flatnonzero(values.codes == code), common[turn == place]])
-        cuts.append(Cut(values.names[code], np.sort(rows)))
-    return cuts
+        common, start = np.flatnonzero(np.isin(values.codes, shared)), 0
+        fixed["deals"] = _deals(fixed.get("deals", ()), list(own), len(common), notes)
+        for deal in fixed["deals"]:
+            rows, tasks = common[start : start + deal["rows"]], deal["tasks"]
+            turn, start = _deal(len(rows), len(tasks), derive("deal", seed)), start + len(rows)
+            for place, name in enumerate(tasks):
+                own.get(name, []).append(rows[turn == place])
+        text = f"{len(common):,} rows with {split.column} {', '.join(said)} are shared: dealt evenly over {len(order)} tasks."
+        notes.append(text if len(fixed["deals"]) == 1 else f"{text[:-1]}, those that came later over the tasks of their time.")
+    return [Cut(name, np.sort(np.concatenate(rows))) for name, rows in own.items()]
+
+
+def _deals(dealt: Sequence[Mapping[str, Any]], tasks: list[str], rows: int, notes: list[str]) -> list[dict[str, Any]]:
+    """How many shared rows, in row order, are dealt over which tasks.
+
+    Those of earlier deals stay; the rest goes to the new tasks, or to all where none is new.
+    """
+    deals = [dict(deal) for deal in dealt]
+    known = {name for deal in deals for name in deal["tasks"]}
+    new, rest = [name for name in tasks if name not in known], rows - sum(deal["rows"] for deal in deals)
+    if rest < 0:
+        notes.append(
+            f"{rows:,} shared rows are there, and {rows - rest:,} were dealt: tasks that are not learned yet may get others."
+        )
+    if new:
+        deals.append({"tasks": new, "rows": max(rest, 0)})
+        if dealt and rest <= 0:
+            notes.append(f"No shared rows are left for {shortened(new)}: earlier tasks have them all. Append new ones to the data.")
+    elif rest > 0 and set(deals[-1]["tasks"]) == set(tasks):
+        deals[-1]["rows"] += rest
+    elif rest > 0:
+        deals.append({"tasks": tasks, "rows": rest})
+    return deals
 
 
 def by_time(
@@ -112,7 +167,7 @@ def by_time(
     plain = [str(value) if times.dtype.kind == "M" else value.item() for value in values]
     rule = {"column": split.column, "values": plain, "before": before.tolist()}
     found = [Cut(f"period-{place}", np.sort(rows)) for place, rows in enumerate(np.split(order, cuts), 1)]
-    return [cut for cut in found if len(cut.rows)], rule  # the rows of an old period may be gone
+    return found, rule
 
 
 def by_part(parts: Sequence[str], rows: Sequence[int]) -> list[Cut]:
@@ -175,12 +230,11 @@ def _note_dropped(values: Labels, kept: Sequence[int], notes: list[str]) -> None
         )
 
 
-def _group_name(values: Sequence[Any]) -> str:
-    names = [name_of(value) for value in values]
+def _group_name(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
-    numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
-    if numbers and all(after == before + 1 for before, after in itertools.pairwise(values)):
+    numbers = all(re.fullmatch(r"0|-?[1-9][0-9]*", name) for name in names)
+    if numbers and all(int(after) == int(before) + 1 for before, after in itertools.pairwise(names)):
         return f"{names[0]}-{names[-1]}"
     return ",".join(names) if len(names) <= 4 else f"{names[0]}..{names[-1]}"
 

@@ -17,6 +17,9 @@ import pyarrow.types as kinds
 from retain.errors import DataError
 from retain.spec import suggest
 
+NOT_UTF8 = "Text is read as UTF-8. If the file is in Latin-1, convert it: iconv -f latin1 -t utf-8 OLD.csv > NEW.csv"
+"""What to do about other encodings."""
+
 
 def read_table(form: str, path: str, text: Collection[str] = ()) -> pa.Table:
     """Read one file.
@@ -37,6 +40,7 @@ def read_table(form: str, path: str, text: Collection[str] = ()) -> pa.Table:
         if said.startswith("Empty"):
             raise DataError(f"{path}: the file is empty. A header (or keys) and rows were expected.") from None
         remedy = " Every row must have as many fields as the header." if "columns, got" in said else ""
+        remedy = f" {NOT_UTF8}" if "utf" in said.lower() else remedy
         raise DataError(f"{path}: cannot be read as {form}: {said}.{remedy}") from None
     if not table.num_rows:
         raise DataError(f"{path}: the file has no rows, only columns ({', '.join(table.column_names)}). Leave it out or fill it.")
@@ -54,10 +58,10 @@ def require_file(path: str, key: str) -> None:
 def _csv(path: str, text: Collection[str]) -> pa.Table:
     options = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(text, pa.string()))
     table = pyarrow.csv.read_csv(path, convert_options=options)
-    for position, field in enumerate(table.schema):
-        if field.type == pa.string():  # an empty field is missing; a text such as NA may be meant
-            column = table.column(position)
-            table = table.set_column(position, field.name, pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column))
+    for position, name in enumerate(table.column_names):
+        column = table.column(position)
+        if column.type == pa.string():  # an empty field is missing; a text such as NA may be meant
+            table = table.set_column(position, name, pc.if_else(pc.equal(column, ""), pa.scalar(None, pa.string()), column))
     return table
 
 
@@ -78,18 +82,28 @@ _READERS = {
 }
 
 
-def read_tables(form: str, paths: Sequence[str], text: Collection[str] = ()) -> list[pa.Table]:
-    """Read files whose columns agree: a csv column that is text in one file is read as text in all."""
+def read_tables(form: str, paths: Sequence[str], text: Collection[str] = ()) -> tuple[list[pa.Table], dict[str, str]]:
+    """Read files whose columns agree: a csv column that is text in one file is read as text in all.
+
+    Returns:
+        The tables; and for each column that is text in some files only, where it is and where it is not, in words.
+    """
     tables = [read_table(form, path, text) for path in paths]
     if form != "csv":
-        return tables
+        return tables, {}
     found = [{field.name: field.type == pa.string() for field in table.schema} for table in tables]
-    mixed = {name for names in found for name in names if len({other[name] for other in found if name in other}) > 1}
+    # the first file in which a column is text, and the first in which it is not
+    texts, others = (
+        {name: path for path, names in reversed(list(zip(paths, found, strict=True))) for name in names if names[name] is is_text}
+        for is_text in (True, False)
+    )
+    mixed = sorted(texts.keys() & others.keys())
     again = [any(not is_text for name, is_text in names.items() if name in mixed) for names in found]
-    return [
+    tables = [
         read_table(form, path, {*text, *mixed}) if reread else table
         for path, table, reread in zip(paths, tables, again, strict=True)
     ]
+    return tables, {name: f"holds text in {texts[name]} and no text in {others[name]}" for name in mixed}
 
 
 def column_of(table: pa.Table, name: str, where: str, key: str) -> pa.ChunkedArray:
@@ -122,11 +136,18 @@ def plain(column: pa.ChunkedArray, name: str, where: str) -> pa.ChunkedArray:
     if kinds.is_boolean(kind) or kinds.is_null(kind):
         return column
     if kinds.is_integer(kind):
-        return column.cast(pa.float64() if kind == pa.uint64() else pa.int64(), safe=False)
+        large = kind == pa.uint64() and (pc.max(column).as_py() or 0) >= 2**63
+        return column.cast(pa.float64() if large else pa.int64(), safe=False)
     if kinds.is_floating(kind) or kinds.is_decimal(kind):
         return column.cast(pa.float64())
     if kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            raise DataError(f"{where}: column {name} holds texts that are not valid Unicode. {NOT_UTF8}") from None
         return column.cast(pa.string())
+    if kinds.is_binary(kind):
+        raise DataError(f"{where}: column {name} holds bytes that are not UTF-8. {NOT_UTF8} Or drop it: stream.drop: [{name}]")
     if kinds.is_date(kind) or kinds.is_timestamp(kind):
         return column.cast(pa.timestamp("us"), safe=False)
     raise DataError(f"{where}: column {name} holds {kind}, not numbers or text. Drop it: stream.drop: [{name}]")
@@ -147,11 +168,11 @@ def present(column: pa.ChunkedArray, name: str, where: str, remedy: str) -> pa.C
     return column
 
 
-def missing(rows: np.ndarray) -> str:
-    """How many values are missing and where, in words; rows count from 1."""
+def missing(rows: np.ndarray, fault: str = "missing or infinite") -> str:
+    """How many values are missing (or have another fault) and where, in words; rows count from 1."""
     first = ", ".join(str(row + 1) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
     s = "s" if len(rows) > 1 else ""
-    return f"{len(rows):,} missing or infinite value{s} (row{s} {first})"
+    return f"{len(rows):,} {fault} value{s} (row{s} {first})"
 
 
 def nested(column: pa.ChunkedArray, name: str, where: str) -> np.ndarray:
