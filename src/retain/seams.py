@@ -13,6 +13,7 @@ A method is a bundle of such functions; each works alone in a plain PyTorch loop
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -61,6 +62,14 @@ class Batch:
         weights = None if self.weights is None else self.weights[start:stop]
         return Batch(_cut(self.inputs, start, stop), self.targets[start:stop], weights, _cut(self.meta, start, stop))
 
+    def split(self, sizes: list[int]) -> list[Batch]:
+        """Consecutive parts of these many rows, as views; one call per column, however many parts."""
+        count = len(sizes)
+        targets = self.targets.split(sizes)
+        weights = [None] * count if self.weights is None else self.weights.split(sizes)
+        inputs, meta = _split(self.inputs, sizes), _split(self.meta, sizes)
+        return [Batch(inputs[k], targets[k], weights[k], meta[k]) for k in range(count)]
+
     def to(self, device: torch.device) -> Batch:
         """The batch with every tensor on a device (named with its index)."""
         if self.targets.device == device:
@@ -83,6 +92,21 @@ def concatenated(first: Batch, second: Batch) -> Batch:
     inputs = {name: _joined(first.inputs[name], second.inputs[name], sizes) for name in first.inputs}
     meta = {name: _joined(first.meta[name], second.meta[name], sizes) for name in first.meta if name in second.meta}
     return Batch(inputs, torch.cat([first.targets, second.targets]), weights, meta)
+
+
+def _split(columns: Mapping[str, Column], sizes: list[int]) -> list[dict[str, Column]]:
+    parts: list[dict[str, Column]] = [{} for _ in sizes]
+    ends = list(itertools.accumulate(sizes))
+    for name, value in columns.items():
+        if isinstance(value, Tensor):
+            pieces: Any = value.split(sizes)
+        elif isinstance(value, int):
+            pieces = [value] * len(sizes)
+        else:
+            pieces = [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
+    return parts
 
 
 def _cut(columns: Mapping[str, Column], start: int, stop: int) -> dict[str, Column]:

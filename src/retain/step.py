@@ -136,8 +136,7 @@ def micro_batches(batch: Batch, limit: int | None) -> Iterator[Batch]:
         return
     count = -(-rows // limit)
     size = -(-rows // count)
-    for start in range(0, rows, size):
-        yield batch.rows(start, min(start + size, rows))
+    yield from batch.split([min(size, rows - start) for start in range(0, rows, size)])
 
 
 def item_shares(losses: Tensor, weights: Tensor | None, items: int | Tensor) -> Tensor:

@@ -70,8 +70,8 @@ class TaskBatches:
         count = min(self._per_block, self.steps_per_epoch - first)
         stop = len(self.rows) if first + count == self.steps_per_epoch else (first + count) * self.batch_size
         gathered = self._batch(self._order[first * self.batch_size : stop])
-        starts = [number * self.batch_size for number in range(count)]
-        return [gathered.rows(start, end) for start, end in zip(starts, [*starts[1:], len(gathered)], strict=True)]
+        sizes = [self.batch_size] * (count - 1)
+        return gathered.split([*sizes, len(gathered) - sum(sizes)])
 
     def in_order(self, batch_size: int) -> Iterator[Batch]:
         """All rows once, in their own order."""

@@ -100,8 +100,7 @@ def replay(settings: ReplaySpec) -> Method:
         if number != wanted:
             drawn = sample(state, steps * most, derive("replay", ctx.key, wanted))
             assert drawn is not None
-            block, number = Batch(drawn.inputs, drawn.targets), wanted
-            parts = [block.rows(start, start + most) for start in range(0, steps * most, most)]
+            parts, number = Batch(drawn.inputs, drawn.targets).split([most] * steps), wanted
         return parts[place] if count == most else parts[place].rows(0, count)
 
     def begin_task(ctx: StepContext, state: ReplayState) -> None:
