@@ -1,6 +1,8 @@
 """The run as a whole: what is learned, what is not learned twice, and what is refused."""
 
 import json
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -324,3 +326,30 @@ def test_a_buffer_smaller_than_the_classes_is_refused_before_the_task_is_learned
         pytest.raises(ConfigError, match="capacity=1 cannot hold"),
     ):
         loop.train(small, tmp_path / "run", stream=vectors([[0, 1]]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory from /proc")
+def test_memory_stays_flat_over_two_hundred_tasks(tmp_path):
+    """In a process of its own. What grows is the matrix: 200 rows of at most 200 numbers, three metrics."""
+    code = """
+import resource, sys
+from pathlib import Path
+from retain.spec import RunSpec
+from retain.training import loop
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+seen = []
+def listen(kind, values):
+    if kind == "evaluated":
+        seen.append(resident())
+
+random = {"input": "vector", "shape": [6], "classes": 2, "samples": 10, "tasks": 200}
+training = {"epochs": 1, "batch_size": 8, "regularization": {"replay_ratio": 0.5, "replay_capacity": 50}}
+spec = RunSpec.parse({"stream": {"random": random}, "model": {"mlp": {"hidden": [8]}}, "training_params": training})
+loop.train(spec, Path(sys.argv[1]), listener=listen)
+print(seen[199] - seen[99])
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 * 2**20

@@ -253,7 +253,16 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO):
+        if error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EROFS,
+            errno.EACCES,
+            errno.EPERM,
+            errno.EIO,
+            errno.EISDIR,
+            errno.ENOTDIR,
+        ):
             raise
         raise RunError(
             f"{path}: writing failed ({error.strerror}). What was saved before is intact: "
