@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from retain.data.scenarios import build_stream
-from retain.forgetting.metrics import score
 
 from retain.api import load
+from retain.data.scenarios import build_stream
 from retain.data.task import Rows, Stream, Task
+from retain.forgetting.metrics import score
 from retain.spec import RunSpec
 from retain.training import loop
 

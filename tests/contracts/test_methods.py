@@ -10,7 +10,6 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kit import Killed, killed_after, weights_of
 
 from retain.data.task import Rows, Stream, Task
 from retain.forgetting import build
@@ -19,6 +18,7 @@ from retain.seams import StepContext
 from retain.spec import RunSpec
 from retain.step import CLASSIFICATION
 from retain.training import loop
+from tests.kit import Killed, killed_after, weights_of
 
 METHODS = {
     "naive": [],

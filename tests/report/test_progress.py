@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from tests.kit import Killed, killed_after
 
 from retain.report.progress import TerminalProgress
 from retain.spec import RunSpec
 from retain.training.loop import train
+from tests.kit import Killed, killed_after
 
 MIB = 2**20
 PEAK = (487 * MIB, "resident memory")

@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 import torch
 import yaml
-from tests.kit import Killed, weights_of
 
 from retain.errors import Stopped
 from retain.spec import RunSpec
 from retain.training import loop
+from tests.kit import Killed, weights_of
 
 CONFIG = {
     "stream": {"random": {"input": "vector", "shape": [6], "classes": 4, "samples": 40, "tasks": 3}, "split": {"by": "none"}},

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.kit import weights_of
 
 from retain import api
 from retain.data.task import Rows, Stream, Task
@@ -15,6 +14,7 @@ from retain.errors import ConfigError, DataError, RunError
 from retain.seams import Method
 from retain.spec import RunSpec
 from retain.training import checks, loop
+from tests.kit import weights_of
 
 RANDOM = {"input": "vector", "shape": [6], "classes": 4, "samples": 40, "tasks": 2}
 
