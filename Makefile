@@ -29,14 +29,14 @@ test: check ## all checks and all tests
 	@$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
 
 check: $(STAMP) ## style, types and the direction of imports
-	@$(BIN)/ruff check --quiet --output-format concise || { echo "make format mends some of this"; exit 1; }
+	@$(BIN)/ruff check --quiet --no-cache --output-format concise || { echo "make format mends some of this"; exit 1; }
 	@$(BIN)/ruff format --check --quiet > .venv/format.log || { cat .venv/format.log; echo "make format mends this"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo > .venv/imports.log || { cat .venv/imports.log; exit 1; }
 	@echo "style, types and imports: fine"
 
 format: $(STAMP) ## rewrite the code in the project's style
-	@$(BIN)/ruff check --quiet --fix --exit-zero > .venv/format.log
+	@$(BIN)/ruff check --quiet --no-cache --fix --exit-zero > .venv/format.log
 	@$(BIN)/ruff format --quiet
 
 wheel: $(STAMP) ## dist/retain-*.whl
