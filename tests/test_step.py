@@ -101,11 +101,15 @@ def test_clipping_sees_unscaled_gradients():
 
 @pytest.mark.parametrize("optimizer", ["SGD(lr=0.1, momentum=0.9)", "AdamW(lr=1e-3, fused=True)", "AdamW(lr=1e-3, foreach=True)"])
 def test_an_overflow_skips_the_step_and_the_parameter_seam_and_nothing_else(optimizer):
-    projected = []
+    projected, observed = [], []
+
+    def observe(ctx, state):
+        observed.append(all(bool(param.grad.isfinite().all()) for param in ctx.params.values()))
+
     job = make_job(
         optimizer,
         scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000),
-        methods=[method(project_=lambda params, state, sizes: projected.append(1))],
+        methods=[method(project_=lambda params, state, sizes: projected.append(1), observe=observe)],
     )
     for step, batch in enumerate(batches(6)):
         before = weights(job)
@@ -115,7 +119,7 @@ def test_an_overflow_skips_the_step_and_the_parameter_seam_and_nothing_else(opti
         assert result.skipped == (step == 3)
         assert torch.equal(weights(job), before) == (step == 3)
         assert all(param.grad is None for param in job.params.values())
-    assert len(projected) == 5 and job.precision.scaler.get_scale() == 2.0
+    assert len(projected) == 5 and observed == [True] * 5 and job.precision.scaler.get_scale() == 2.0
 
 
 def test_a_penalty_is_a_sum_over_items_and_counts_once_under_accumulation():

@@ -3,7 +3,8 @@
     seam        function                          when it runs
     batch       mix(batch, ctx, state) -> Batch   where batches are drawn, before items are counted
     loss        penalty(ctx, state) -> Tensor     inside each micro-batch; a sum over items, before division by the step's
-    gradient    observe, add_grad_, project_grad_ once per optimizer step, after unscaling, before clipping, in this order
+    gradient    observe, add_grad_, project_grad_ once per optimizer step, after unscaling, before clipping, in this order;
+                                                  not when the gradient overflowed
     parameter   project_(params, state, sizes)    after the optimizer's step; not when that step was skipped
     module      apply_(module, state) -> Undo     between steps; undone last in, first out
     decision    decide(...)                       every k steps (the controller's; not part of a method)

@@ -89,20 +89,21 @@ def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str
         heard.extend((part.detach(), share) for part, share in zip(parts, shares, strict=True))
         torch.autograd.backward(parts, shares if scaler is None else scaler.scale(shares))
 
+    skipped = False
     if scaler is not None:
         scaler.unscale_(optimizer)
-    for seam in ("observe", "add_grad_", "project_grad_"):
-        for method, state in job.methods:
-            if (function := getattr(method, seam)) is not None:
-                function(ctx._replace(batch=batch), state)
-    if job.max_norm is not None:
-        nn.utils.clip_grad_norm_(job.params.values(), job.max_norm)
-    skipped = False
+        skipped = step_was_skipped(scaler, optimizer)
+    if not skipped:  # no method sees a gradient that overflowed
+        for seam in ("observe", "add_grad_", "project_grad_"):
+            for method, state in job.methods:
+                if (function := getattr(method, seam)) is not None:
+                    function(ctx._replace(batch=batch), state)
+        if job.max_norm is not None:
+            nn.utils.clip_grad_norm_(job.params.values(), job.max_norm)
     if scaler is None:
         optimizer.step()
     else:
         scaler.step(optimizer)
-        skipped = step_was_skipped(scaler, optimizer)
         scaler.update()
     if not skipped:
         for method, state in job.methods:
