@@ -222,3 +222,11 @@ def test_a_pipe_gets_plain_lines_and_a_closed_one_is_no_error(here):
     command = f"{sys.executable} -m retain train {config} --run run | head -1"
     piped = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert piped.returncode == 0 and "Traceback" not in piped.stderr, piped.stderr
+
+
+def test_a_pattern_that_matches_a_file_more_brings_a_task_more(here):
+    (here / "table.csv").rename(here / "m1.csv")
+    config = write(here, {"stream": {"csv": "m*.csv", "label": "y"}, "training_params": TRAIN})
+    assert json.loads(retain("train", config, "--run", "run", "--json").stdout)["tasks"] == ["m1"]
+    (here / "m2.csv").write_text(TABLE)
+    assert json.loads(retain("train", config, "--run", "run", "--json").stdout)["tasks"] == ["m1", "m2"]

@@ -90,15 +90,13 @@ def build_stream(spec: RunSpec, frozen: Mapping[str, Any] | None = None) -> Stre
 
 
 def resolved_split(stream: StreamSpec) -> SplitSpec:
-    """The split that is meant: tasks come as they are where a source has its own and nothing else is asked for."""
+    """The split that is meant: where nothing is asked for, tasks come as they are, one per file or as a function gave them."""
     split = stream.split
     own = stream.source in ("factory", "random")
-    files = getattr(stream, stream.source)
-    several = isinstance(files, tuple) and len(files) > 1
     unasked = not split.model_fields_set - {"task_id"}
-    if (own and split.by == "none") or (unasked and (own or several)):
+    if (own and split.by == "none") or (unasked and (own or isinstance(getattr(stream, stream.source), tuple))):
         return split.model_copy(update={"by": "file"})
-    if unasked and stream.source != "builtin":
+    if unasked and stream.source == "hf":
         return split.model_copy(update={"by": "none"})
     return split
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from retain.data.scenarios import resolved_split
 from retain.data.task import Stream, Task
 from retain.errors import ConfigError, DataError, RunError
 from retain.models.heads import resolve_head
@@ -36,7 +37,7 @@ def identity_of(spec: RunSpec, stream: Stream) -> dict[str, Any]:
         "features": list(stream.features),
         "label": spec.stream.label,
         "rows": spec.stream.model_dump(mode="json", include=ROW_IDENTITY, exclude_none=True),
-        "split": spec.stream.split.model_dump(mode="json", include=SPLIT_IDENTITY, exclude_none=True),
+        "split": resolved_split(spec.stream).model_dump(mode="json", include=SPLIT_IDENTITY, exclude_none=True),
         "metric": spec.stream.metric,
     }
 
