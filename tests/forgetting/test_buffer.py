@@ -112,13 +112,13 @@ def test_fifty_rows_of_every_class_are_kept_wherever_they_fit():
     common = torch.randint(39, (8000,), generator=made)
     held = stream_(store.empty(2000), torch.cat([common, torch.full((60,), 39), common]), batch=64)
     assert min(counts(held).values()) >= 50 and len(counts(held)) == 40
-    assert store.fair_share(held) is None
+    assert store.fair_share(held, len(held.classes)) is None
 
 
 def test_more_classes_than_fifty_each_get_a_stated_fair_share():
     held = stream_(store.empty(100), torch.arange(8).repeat(60), batch=16)
     assert all(12 <= count <= 13 for count in counts(held).values()) and held.filled == 100
-    finding = store.fair_share(held)
+    finding = store.fair_share(held, 8)
     assert "12 of each of 8 classes" in finding.seen and "capacity=400" in finding.remedy
     assert counts(stream_(store.empty(8), torch.arange(8).repeat(60), batch=16)) == dict.fromkeys(range(8), 1)
 

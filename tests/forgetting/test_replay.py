@@ -258,3 +258,13 @@ def test_methods_are_built_by_name_and_two_memories_are_an_error():
     assert build([]) == []
     with pytest.raises(ConfigError, match="replay and replay each keep a replay memory"):
         build([spec, spec])
+
+
+def test_the_fair_share_is_said_once_when_the_floor_no_longer_fits(caplog):
+    method = replay(ReplaySpec(capacity=200))
+    state = method.init({})
+    with caplog.at_level("INFO", logger="retain"):
+        for task, classes in enumerate((2, 4, 6, 8)):
+            method.begin_task(context(task=task, classes=classes, new_classes=2), state)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("From task 2 on: A replay buffer of 200 rows keeps 33 of each of 6 classes, not floor=50.")

@@ -162,18 +162,17 @@ def fetch(buffer: Buffer, slots: Tensor) -> dict[str, Any]:
     return {name: read(store) for name, store in buffer.columns.items()}
 
 
-def fair_share(buffer: Buffer) -> Finding | None:
+def fair_share(buffer: Buffer, classes: int) -> Finding | None:
     """Under ``class-balanced``, what each class keeps when `floor` rows for every class do not fit; None when they do.
 
     Every class keeps all rows that it has shown, or capacity // classes of them if that is less. So the floor holds by
     itself wherever floor * classes <= capacity, and where it does not, this says which share is kept instead.
     """
-    count = len(buffer.classes)
-    if buffer.policy != "class-balanced" or buffer.floor * count <= buffer.capacity:
+    if buffer.policy != "class-balanced" or buffer.floor * classes <= buffer.capacity:
         return None
-    share = buffer.capacity // count
-    seen = f"A replay buffer of {buffer.capacity} rows keeps {share} of each of {count} classes, not floor={buffer.floor}."
-    return Finding("replay-share", seen, "", f"replay capacity={buffer.floor * count} keeps the floor.")
+    share = buffer.capacity // classes
+    seen = f"A replay buffer of {buffer.capacity} rows keeps {share} of each of {classes} classes, not floor={buffer.floor}."
+    return Finding("replay-share", seen, "", f"replay capacity={buffer.floor * classes} keeps the floor.")
 
 
 def nbytes(buffer: Buffer) -> int:

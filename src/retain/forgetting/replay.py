@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from retain.params import bytes_per_row, derive
 from retain.seams import Batch, Column, Method, StepContext, concatenated
 from retain.spec import ReplaySpec
 
+LOG = logging.getLogger("retain")
 BLOCK_BYTES = 2**20
 """Rows are drawn for as many steps at once as fit in here: for a small model, a draw in every step costs like a layer."""
 
@@ -110,6 +112,10 @@ def replay(settings: ReplaySpec) -> Method:
             seen = f"replay.capacity={settings.capacity} cannot hold a row of each of {ctx.classes} classes."
             raise ConfigError(f"{seen} Raise it to {ctx.classes} at least, or use policy: reservoir.")
         state.buffer.floor = settings.floor
+        share = store.fair_share(state.buffer, ctx.classes)
+        before = ctx.classes - ctx.new_classes
+        if share is not None and (ctx.task == 0 or store.fair_share(state.buffer, before) is None):
+            LOG.info("From task %d on: %s", ctx.task, share)  # said once, when the floor no longer fits
         if state.configured != settings.ratio:
             state.ratio = state.configured = settings.ratio
 
