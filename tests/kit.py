@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from retain.training import loop
 from retain.training.lineage import load_checkpoint
@@ -38,3 +39,16 @@ def weights_of(run: Path) -> dict[str, Tensor]:
     """The weights of a run's last task."""
     last = max((run / "tasks").glob("[0-9]*"))
     return load_checkpoint(last, ["model.safetensors"])["model.safetensors"]
+
+
+def allocator_peak(function: Callable[[], object]) -> int:
+    """Bytes that torch's CPU allocator had given out at most while a function ran, from the profiler's own record."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kept = function()
+    del kept
+    live = peak = 0
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

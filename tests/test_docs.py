@@ -8,15 +8,15 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-from retain.spec import RunSpec, _part_of
+from retain.spec import RunSpec, _part_of, keys_of
 
 ROOT = Path(__file__).parent.parent
 
 
 def keys(part: type[BaseModel]):
-    for name, field in part.model_fields.items():
+    for name, kind in keys_of(part).items():
         yield name
-        if found := _part_of(field.annotation):
+        if found := _part_of(kind):
             yield from keys(found)
 
 

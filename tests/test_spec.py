@@ -47,8 +47,7 @@ def test_replay_ratio_below_zero_says_what_the_ratio_is():
         {"model": {"hf": "bert-base-uncased"}},
         {"budget": {"memory": "8GiB"}},
         training(memory={"checkpointing": "auto"}),
-        training(regularization={"ewc_lambda": 40.0}),
-        training(methods=[{"ewc": {"lambda": 40.0}}]),
+        training(methods=[{"si": {"lambda": 40.0}}]),
     ],
 )
 def test_parts_that_are_not_built_are_refused(values):
@@ -119,6 +118,61 @@ def test_short_form_and_list_describe_the_same_methods():
     long = RunSpec.parse(training(methods=[{"replay": {"ratio": 0.3, "capacity": 99}}]))
     assert short.methods == long.methods
     assert RunSpec.parse(training(methods=["replay"])).methods[0].settings.capacity == 2000
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(-1, "=-1 must be >= 0."), (float("inf"), ": inf is not a"), (float("nan"), "=nan must")]
+)
+def test_a_lambda_that_cannot_be_says_what_lambda_is(value, said):
+    for where, values in {
+        "training_params.methods.0.ewc.lambda": training(methods=[{"ewc": {"lambda": value}}]),
+        "training_params.regularization.ewc_lambda": training(regularization={"ewc_lambda": value}),
+    }.items():
+        text = message(values)
+        assert text.startswith(where + said) and "useful range 10-100" in text and "lambda_" not in text
+
+
+def test_lambda_is_written_as_in_yaml_everywhere(tmp_path):
+    """It is no name in Python, so the field has another one, which nobody should see."""
+    spec = RunSpec.parse(training(methods=[{"ewc": {"lambda": 5}}]))
+    assert spec.to_values() == training(methods=[{"ewc": {"lambda": 5.0}}])
+    assert RunSpec.parse(spec.to_values()) == spec == RunSpec.parse(spec.model_dump(mode="json", exclude_none=True))
+    assert spec.model_dump(mode="json")["training_params"]["methods"][0]["ewc"]["lambda"] == 5.0
+    changed = spec.with_values({"training_params.methods.0.ewc.lambda": 7})
+    assert changed.methods[0].settings.lambda_ == 7
+    path = tmp_path / "retain.yaml"
+    path.write_text("training_params: {methods: [ewc]}")
+    assert RunSpec.load(path).methods[0].settings.lambda_ == 40
+    assert RunSpec.load(path, ["training_params.methods=[{ewc: {lambda: 3}}]"]).methods[0].settings.lambda_ == 3
+    assert "ewc.lamda: unknown; did you mean lambda?" in message(training(methods=[{"ewc": {"lamda": 5}}]))
+    assert "known here: lambda, form" in message(training(methods=[{"ewc": {"gzqx": 5}}]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"decay": 0.9}, "need `tasks: online`"),
+        ({"refresh": 0.5}, "need `tasks: online`"),
+        ({"refresh": 0.5, "tasks": "online", "importance_dtype": "bf16"}, "importance_dtype: fp32"),
+        ({"decay": 0}, "ewc.decay=0 must be > 0. 1 keeps the importance"),
+        ({"decay": 1.5}, "must be <= 1"),
+        ({"refresh": 0}, "ewc.refresh=0 must be > 0. It is a share of the task's rows"),
+        ({"refresh": 2}, "must be <= 1"),
+        ({"samples": 0}, "must be >= 1"),
+        ({"form": "proximate"}, "did you mean proximal?"),
+        ({"fisher": "diag"}, "known: auto, exact, sampled, empirical"),
+        ({"storage": "gpu"}, "known: device, host"),
+    ],
+)
+def test_ewc_settings_that_cannot_be(settings, said):
+    assert said in message(training(methods=[{"ewc": settings}]))
+
+
+def test_ewc_in_short_and_twice():
+    short = RunSpec.parse(training(regularization={"ewc_lambda": 9, "replay_ratio": 0.3}))
+    long = RunSpec.parse(training(methods=[{"replay": {"ratio": 0.3}}, {"ewc": {"lambda": 9}}]))
+    assert short.methods == long.methods
+    assert "ewc is configured twice" in message(training(methods=["ewc"], regularization={"ewc_lambda": 1}))
 
 
 @pytest.mark.parametrize(

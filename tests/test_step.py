@@ -11,7 +11,7 @@ from retain.memory.precision import Precision
 from retain.params import trainable
 from retain.seams import Batch, Method, StepContext, concatenated
 from retain.spec import OptimizerSpec
-from retain.step import CLASSIFICATION, Job, micro_batches, train_step
+from retain.step import CLASSIFICATION, Job, train_step
 
 
 class Net(nn.Module):
@@ -77,7 +77,7 @@ def test_micro_batches_in_fp32_with_sgd():
 )
 def test_micro_batches_are_as_few_and_as_equal_as_possible(rows, limit, sizes):
     batch = next(batches(1, rows))
-    parts = list(micro_batches(batch, limit))
+    parts = batch.parts(limit)
     assert [len(part) for part in parts] == sizes
     assert torch.equal(torch.cat([part.inputs["x"] for part in parts]), batch.inputs["x"])
 

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from retain.api import load, rollback, train
     from retain.data.task import Rows, Stream, Task
     from retain.errors import ConfigError, DataError, RetainError, RunError, Stopped
+    from retain.forgetting.ewc import ewc
+    from retain.forgetting.fisher import fisher_diagonal
     from retain.forgetting.replay import replay
     from retain.seams import Batch, Method, Objective, StepContext
-    from retain.spec import ReplaySpec, RunSpec
+    from retain.spec import EwcSpec, ReplaySpec, RunSpec
     from retain.step import CLASSIFICATION
 
 _HOME = {
@@ -29,11 +31,14 @@ _HOME = {
     "RetainError": "retain.errors",
     "RunError": "retain.errors",
     "Stopped": "retain.errors",
+    "ewc": "retain.forgetting.ewc",
+    "fisher_diagonal": "retain.forgetting.fisher",
     "replay": "retain.forgetting.replay",
     "Batch": "retain.seams",
     "Method": "retain.seams",
     "Objective": "retain.seams",
     "StepContext": "retain.seams",
+    "EwcSpec": "retain.spec",
     "ReplaySpec": "retain.spec",
     "RunSpec": "retain.spec",
     "CLASSIFICATION": "retain.step",
@@ -44,6 +49,7 @@ __all__ = [
     "Batch",
     "ConfigError",
     "DataError",
+    "EwcSpec",
     "Method",
     "Objective",
     "ReplaySpec",
@@ -55,6 +61,8 @@ __all__ = [
     "Stopped",
     "Stream",
     "Task",
+    "ewc",
+    "fisher_diagonal",
     "load",
     "replay",
     "rollback",

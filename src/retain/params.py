@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +42,16 @@ _MASK = 2**64 - 1
 @functools.cache
 def _hashed(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+
+
+def uniform(key: int, counters: Tensor) -> Tensor:
+    """Numbers in [0, 1), each a function of the key and its counter alone: fp64, in the shape of the counters (int64)."""
+    with np.errstate(over="ignore"):
+        value = (counters.numpy().astype(np.uint64) ^ np.uint64(key)) + np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        value ^= value >> np.uint64(31)
+    return torch.from_numpy((value >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def generator(key: int) -> torch.Generator:

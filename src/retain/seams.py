@@ -71,6 +71,21 @@ class Batch:
         inputs, meta = _split(self.inputs, sizes), _split(self.meta, sizes)
         return [Batch(inputs[k], targets[k], weights[k], meta[k]) for k in range(count)]
 
+    def parts(self, limit: int | None) -> list[Batch]:
+        """The fewest parts of at most `limit` rows, of sizes as equal as possible; None for the batch as it is."""
+        rows = len(self)
+        if limit is None or rows <= limit:
+            return [self]
+        count = -(-rows // limit)
+        size = -(-rows // count)
+        return self.split([min(size, rows - start) for start in range(0, rows, size)])
+
+    def inputs_as(self, dtype: torch.dtype) -> dict[str, Column]:
+        """The inputs for a model in a dtype: floating tensors in it, for fp32 models as they are."""
+        if dtype is torch.float32:
+            return self.inputs
+        return {name: _cast(value, dtype) for name, value in self.inputs.items()}
+
     def to(self, device: torch.device) -> Batch:
         """The batch with every tensor on a device (named with its index)."""
         if self.targets.device == device:
@@ -93,6 +108,10 @@ def concatenated(first: Batch, second: Batch) -> Batch:
     inputs = {name: _joined(first.inputs[name], second.inputs[name], sizes) for name in first.inputs}
     meta = {name: _joined(first.meta[name], second.meta[name], sizes) for name in first.meta if name in second.meta}
     return Batch(inputs, torch.cat([first.targets, second.targets]), weights, meta)
+
+
+def _cast(value: Column, dtype: torch.dtype) -> Column:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _split(columns: Mapping[str, Column], sizes: list[int]) -> list[dict[str, Column]]:
@@ -136,9 +155,15 @@ def _joined(first: Column, second: Column, sizes: tuple[int, int]) -> Column:
 
 
 class Objective(NamedTuple):
-    """What is learned: `losses(outputs, batch)` is the loss of every item, without weights, [rows] or [rows, tokens]."""
+    """What is learned.
+
+    Attributes:
+        losses: `losses(outputs, batch)`, the loss of every item, without weights, [rows] or [rows, tokens].
+        categorical: the losses are -log softmax(outputs)[target], so that the Fisher information of the outputs has a closed form.
+    """
 
     losses: Callable[[Any, Batch], Tensor]
+    categorical: bool = False
 
     def mean(self, outputs: Any, batch: Batch) -> Tensor:
         """Weighted sum of the losses over the batch's items, 0-d: what a loop of one's own calls `backward` on."""
@@ -160,6 +185,9 @@ class StepContext(NamedTuple):
         key: counter-based random key of this pass over the task; what is drawn at a step derives from it and `step`.
         step: optimizer steps done in this task; when consolidating, batches done.
         rows: new rows of this task drawn before this step; None where batches are all of one size.
+        total_rows: new rows that this pass over the task draws in all; None where that is not known.
+        micro_batch: rows of one forward pass at most; None for no limit.
+        step_sizes: learning rate of each parameter by name, before any schedule; None where it is not known.
         task: tasks learned before this one.
         classes: classes seen so far, this task's included.
         new_classes: classes that this task brought.
@@ -175,6 +203,9 @@ class StepContext(NamedTuple):
     key: int = 0
     step: int = 0
     rows: int | None = None
+    total_rows: int | None = None
+    micro_batch: int | None = None
+    step_sizes: Mapping[str, float] | None = None
     task: int = 0
     classes: int = 0
     new_classes: int = 0

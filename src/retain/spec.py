@@ -32,20 +32,19 @@ NOT_YET = {
     "stream.text_pair": "features, image",
     "training_params.memory.checkpointing": "micro_batch, allow_inexact",
     "training_params.memory.offload_threshold": "micro_batch, allow_inexact",
-    "training_params.regularization.ewc_lambda": "replay_ratio, replay_capacity",
     "budget.memory": "forgetting",
     "control": "",
     "parallel": "",
 }
 """Keys of parts that are announced but not built, and what can be used in their place today."""
 
-METHODS_NOT_YET = frozenset("ewc si mas lwf der der++ agem packnet supermask averaging generative".split())
+METHODS_NOT_YET = frozenset("si mas lwf der der++ agem packnet supermask averaging generative".split())
 
 
 class Strict(BaseModel):
     """A part of the spec: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, serialize_by_alias=True, protected_namespaces=())
 
 
 def _finite(value: float) -> float:
@@ -378,10 +377,45 @@ class ReplaySpec(Strict):
     rows: every row of the mixed batch counts the same."""
 
 
+class EwcSpec(Strict):
+    """Elastic weight consolidation: weights are held near those of earlier tasks, each as firmly as its Fisher information says."""
+
+    lambda_: NonNegative = Field(default=40.0, alias="lambda")
+    """Strength; with `normalize`, 10-100 is a useful range for any model and loss. 0 protects nothing."""
+    form: Literal["proximal", "explicit"] = "proximal"
+    """proximal: a step after the optimizer's, stable at any strength; explicit: a gradient beside the loss's."""
+    tasks: Literal["separate", "online"] = "separate"
+    """separate: the exact sum of one penalty per task; online: one penalty around the last weights."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """online: what the importance so far is multiplied by at every task."""
+    fisher: Literal["auto", "exact", "sampled", "empirical"] = "auto"
+    """Which labels the Fisher information is over; auto: exact up to 100 classes, else sampled."""
+    samples: Count | None = None
+    """Rows of each task that are looked at, at most; all when not given."""
+    normalize: bool = True
+    """Every task's Fisher information is scaled to mean 1, so that `lambda` means the same everywhere."""
+    refresh: Annotated[float, Field(gt=0, le=1)] | None = None
+    """online: fold the importance in after every such share of a task's rows, while it trains; not given: at its end."""
+    importance_dtype: Literal["fp32", "bf16"] = "fp32"
+    storage: Literal["device", "host"] = "device"
+    """Where importance and anchor lie."""
+    compile: bool = False
+    """Run large parameters through torch.compile."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> EwcSpec:
+        if self.tasks != "online" and (self.decay != 1 or self.refresh is not None):
+            raise ValueError("`decay` and `refresh` need `tasks: online`; `tasks: separate` keeps every task's penalty as it is")
+        if self.refresh is not None and self.importance_dtype == "bf16":
+            raise ValueError("`refresh` folds in small parts, which bf16 would round away: use importance_dtype: fp32")
+        return self
+
+
 class MethodSpec(Strict):
     """One method with its settings: exactly one key."""
 
     replay: ReplaySpec | None = None
+    ewc: EwcSpec | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -410,6 +444,7 @@ class RegularizationSpec(Strict):
 
     replay_ratio: NonNegative | None = None
     replay_capacity: Count | None = None
+    ewc_lambda: NonNegative | None = None
 
     @model_validator(mode="after")
     def _with_ratio(self) -> RegularizationSpec:
@@ -456,6 +491,8 @@ class TrainingSpec(Strict):
         names = [method.name for method in self.methods]
         if self.regularization.replay_ratio is not None:
             names.append("replay")
+        if self.regularization.ewc_lambda is not None:
+            names.append("ewc")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"{', '.join(twice)} is configured twice (methods and regularization count together)")
@@ -509,13 +546,15 @@ class RunSpec(Strict):
     @property
     def methods(self) -> tuple[MethodSpec, ...]:
         """Every method of the run: the list, then those of the short form."""
-        short = self.training_params.regularization
-        if short.replay_ratio is None:
-            return self.training_params.methods
-        given: dict[str, Any] = {"ratio": short.replay_ratio}
-        if short.replay_capacity is not None:
-            given["capacity"] = short.replay_capacity
-        return (*self.training_params.methods, MethodSpec(replay=ReplaySpec(**given)))
+        short, methods = self.training_params.regularization, list(self.training_params.methods)
+        if short.replay_ratio is not None:
+            given: dict[str, Any] = {"ratio": short.replay_ratio}
+            if short.replay_capacity is not None:
+                given["capacity"] = short.replay_capacity
+            methods.append(MethodSpec(replay=ReplaySpec(**given)))
+        if short.ewc_lambda is not None:
+            methods.append(MethodSpec(ewc=EwcSpec.model_validate({"lambda": short.ewc_lambda})))
+        return tuple(methods)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any] | None, *, base: Path | None = None) -> RunSpec:
@@ -684,9 +723,15 @@ def _resolve_paths(values: dict[str, Any], base: Path | None, missing: list[Find
 
 # --- errors a person can use ------------------------------------------------------------------------------------------
 
+_RATIO = "It is replayed rows per new row: 0.2 adds 20 to every 100."
+_LAMBDA = "It is how firmly earlier tasks hold the weights: useful range 10-100, 0 protects nothing."
 _REMEDIES = {
-    "training_params.regularization.replay_ratio": "It is replayed rows per new row: 0.2 adds 20 to every 100.",
-    "training_params.methods.replay.ratio": "It is replayed rows per new row: 0.2 adds 20 to every 100.",
+    "training_params.regularization.replay_ratio": _RATIO,
+    "training_params.methods.replay.ratio": _RATIO,
+    "training_params.regularization.ewc_lambda": _LAMBDA,
+    "training_params.methods.ewc.lambda": _LAMBDA,
+    "training_params.methods.ewc.decay": "1 keeps the importance of earlier tasks, 0.9 takes a tenth of it away at every task.",
+    "training_params.methods.ewc.refresh": "It is a share of the task's rows: 0.25 folds four times per task.",
     "training_params.batch_size": "It is the number of new rows per optimizer step.",
 }
 
@@ -699,7 +744,7 @@ def _finding(item: Any) -> Finding:
     value, context = item.get("input"), item.get("ctx", {})
     if item["type"] == "extra_forbidden":
         if plain in NOT_YET or (plain.startswith("training_params.methods.") and keys[-1] in METHODS_NOT_YET):
-            instead = NOT_YET.get(plain, "replay")
+            instead = NOT_YET.get(plain, ", ".join(MethodSpec.model_fields))
             remedy = f"Available here: {instead}." if instead else "Leave it out."
             return Finding("not-available", f"{path}: not available yet in this release.", "", remedy)
         fields = _fields_at(RunSpec, keys[:-1])
@@ -737,12 +782,16 @@ def _fields_at(part: type[BaseModel], keys: Sequence[str]) -> list[str]:
     for key in keys:
         if key.isdigit():
             continue
-        field = part.model_fields.get(key)
-        found = field and _part_of(field.annotation)
+        found = _part_of(keys_of(part).get(key))
         if not found:
             return []
         part = found
-    return list(part.model_fields)
+    return list(keys_of(part))
+
+
+def keys_of(part: type[BaseModel]) -> dict[str, Any]:
+    """The keys of a part of the spec as YAML has them (`lambda` is no name in Python), each with its type."""
+    return {field.alias or name: field.annotation for name, field in part.model_fields.items()}
 
 
 def _part_of(annotation: Any) -> type[BaseModel] | None:

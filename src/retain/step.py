@@ -6,7 +6,7 @@ of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str
     scaler, optimizer = job.precision.scaler, job.optimizer
 
     heard: list[tuple[Tensor, Tensor]] = []
-    for number, micro in enumerate(micro_batches(batch, job.micro_batch)):
+    for number, micro in enumerate(batch.parts(job.micro_batch)):
         seed_dropout(derive(ctx.key, ctx.step, number), job.device)
         outputs = forward(job, micro)
         losses = job.objective.losses(outputs, micro)
@@ -116,28 +116,14 @@ def train_step(job: Job, batch: Batch, ctx: StepContext, step_sizes: Mapping[str
 
 def forward(job: Job, batch: Batch) -> Any:
     """The model's outputs on a batch, under the job's precision."""
-    inputs = batch.inputs
-    if job.precision.dtype is not torch.float32:
-        inputs = {name: _cast(value, job.precision.dtype) for name, value in inputs.items()}
     with job.precision.autocast():
-        return job.model(**inputs)
+        return job.model(**batch.inputs_as(job.precision.dtype))
 
 
 @torch.no_grad()
 def eval_step(job: Job, batch: Batch) -> Tensor:
     """Outputs on a batch for measuring, at least in fp32; the model must be in eval mode."""
     return full_precision(forward(job, batch))
-
-
-def micro_batches(batch: Batch, limit: int | None) -> Iterator[Batch]:
-    """Cut a batch into the fewest parts of at most `limit` rows, of sizes as equal as possible."""
-    rows = len(batch)
-    if limit is None or rows <= limit:
-        yield batch
-        return
-    count = -(-rows // limit)
-    size = -(-rows // count)
-    yield from batch.split([min(size, rows - start) for start in range(0, rows, size)])
 
 
 def item_shares(losses: Tensor, weights: Tensor | None, items: int | Tensor) -> Tensor:
@@ -166,13 +152,9 @@ def cross_entropy(outputs: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(full_precision(outputs), batch.targets, reduction="none")
 
 
-CLASSIFICATION = Objective(cross_entropy)
+CLASSIFICATION = Objective(cross_entropy, categorical=True)
 
 
 def full_precision(values: Tensor) -> Tensor:
     """Half-precision values as fp32; others as they are."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

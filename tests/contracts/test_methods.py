@@ -25,6 +25,11 @@ METHODS = {
     "replay": [{"replay": {"ratio": 0.7, "capacity": 24}}],
     "replay, reservoir, every row alike": [{"replay": {"ratio": 0.7, "capacity": 24, "policy": "reservoir", "weighting": "rows"}}],
     "replay, ring, class-balanced draws": [{"replay": {"ratio": 1.5, "capacity": 24, "policy": "ring", "draw": "class-balanced"}}],
+    "ewc": [{"ewc": {"lambda": 20.0}}],
+    "ewc, explicit, of sampled labels": [{"ewc": {"lambda": 0.5, "form": "explicit", "fisher": "sampled", "samples": 30}}],
+    "ewc, in bf16 on the host": [{"ewc": {"lambda": 20.0, "importance_dtype": "bf16", "storage": "host"}}],
+    "ewc, online, refreshed": [{"ewc": {"tasks": "online", "decay": 0.9, "refresh": 0.2}}],
+    "ewc and replay": [{"ewc": {"lambda": 5.0, "tasks": "online"}}, {"replay": {"ratio": 0.7, "capacity": 24}}],
 }
 
 SCENARIOS = {
@@ -85,13 +90,17 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
         model.make_room(number, task, seen)
         params = model.params()
         optimizer = model.optimizer(moments)
-        base = StepContext(model.net, params, CLASSIFICATION, task=number, classes=len(seen), new_classes=len(new))
+        known = {"task": number, "classes": len(seen), "new_classes": len(new), "step_sizes": dict.fromkeys(params, 1e-2)}
+        base = StepContext(model.net, params, CLASSIFICATION, **known)
+        for method, state in zip(bundle, states, strict=True):
+            if method.begin_task:
+                method.begin_task(base, state)
         extra = {"task": number} if per_task else {}
         step = 0
         for epoch in range(2):
             order = torch.randperm(43, generator=torch.Generator().manual_seed(derive("rows", 0, number, epoch)))
             for place, index in enumerate(order.split(8)):
-                ctx = base._replace(step=step, rows=43 * epoch + 8 * place, key=derive("step", 0, number))
+                ctx = base._replace(step=step, rows=43 * epoch + 8 * place, total_rows=86, key=derive("step", 0, number))
                 batch = _batch(task, index, number, extra, per_task)
                 for method, state in zip(bundle, states, strict=True):
                     if method.mix:
@@ -115,14 +124,12 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
                     if method.project_:
                         method.project_(params, state, dict.fromkeys(params, 1e-2))
                 step += 1
-        for position, index in enumerate(torch.arange(43).split(8)):
-            ctx = base._replace(step=position, key=derive("consolidate", 0, number))
-            for method, state in zip(bundle, states, strict=True):
-                if method.consolidate_batch:
-                    method.consolidate_batch(ctx._replace(batch=_batch(task, index, number, extra, per_task)), state)
+        ctx = base._replace(key=derive("consolidate", 0, number), rows=0, total_rows=43)
         for method, state in zip(bundle, states, strict=True):
+            if method.consolidate_batch:
+                method.consolidate_batch(ctx._replace(batch=_batch(task, torch.arange(43), number, extra, per_task)), state)
             if method.consolidate:
-                method.consolidate(base._replace(key=derive("consolidate", 0, number)), state)
+                method.consolidate(ctx, state)
         moments = model.moments(optimizer)
     expected = {name: param.detach() for name, param in model.params().items()}
     found = run(tmp_path / "run", scenario, methods)
@@ -157,13 +164,17 @@ def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, methods, scenario)
 def test_states_survive_a_file_and_declare_their_bytes(methods):
     stream, spec = make_stream("class-incremental"), make_spec("class-incremental", methods)
     for method in build(spec.methods):
-        params = {"w": torch.nn.Parameter(torch.randn(3, 5))}
+        model = torch.nn.ModuleDict({"layer": torch.nn.Linear(5, 6)})
+        model.forward = lambda x: model["layer"](x)
+        params = dict(model.named_parameters())
         state, again = method.init(params), method.init(params)
-        ctx = StepContext(torch.nn.Identity(), params, CLASSIFICATION, classes=2, new_classes=2)
+        ctx = StepContext(model, params, CLASSIFICATION, classes=2, new_classes=2)
         for position in range(3):
             if method.consolidate_batch:
                 batch = _batch(stream.tasks[position], torch.arange(20), position, {}, False)
                 method.consolidate_batch(ctx._replace(batch=batch, key=position), state)
+            if method.consolidate and position < 2 and method.consolidate_batch:
+                method.consolidate(ctx._replace(key=position), state)
         tensors, tree = pack(state)
         unpack_(again, tensors, tree)
         first, second = pack(state)[0], pack(again)[0]

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from retain.errors import Stopped
+from retain.forgetting import fisher
 from retain.spec import RunSpec
 from retain.training import loop
 from tests.kit import Killed, weights_of
@@ -28,7 +29,8 @@ CONFIG = {
         "precision": "amp_fp16",
         "optimizer": "Adam(lr=1e-2)",
         "schedule": "cosine",
-        "regularization": {"replay_ratio": 0.5, "replay_capacity": 16},
+        "regularization": {"ewc_lambda": 20.0, "replay_ratio": 0.5, "replay_capacity": 16},
+        "eval_batch_size": 9,
     },
     "checkpoint": {"every_steps": 1, "keep": 2},
 }
@@ -130,6 +132,31 @@ def test_sigterm_finishes_the_step_saves_and_exits(tmp_path, undisturbed):
     assert stopped.value.exit_code == 143 and len(calls) == 3 and signal.getsignal(signal.SIGTERM) == before
     assert [each.name for each in (path / "partial").iterdir()].count("0000-000000003") == 1
     train(path)
+    assert same(path, undisturbed)
+
+
+@pytest.mark.parametrize("end", ["killed", "SIGTERM"])
+def test_a_look_back_at_a_task_is_interrupted_and_goes_on(tmp_path, undisturbed, end):
+    """The Fisher information of the rows seen so far is in the checkpoint; no row counts twice."""
+    path, real, looked = tmp_path / "run", fisher.add_, []
+
+    def add_(state, model, params, batch, *args, **kwargs):
+        looked.append(len(batch))
+        if len(looked) == 3:
+            if end == "killed":
+                raise Killed
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(state, model, params, batch, *args, **kwargs)
+
+    stopped = pytest.raises(Killed) if end == "killed" else pytest.raises(Stopped, match="looking back on task task-0")
+    with mock.patch.object(fisher, "add_", add_), stopped:
+        train(path)
+    done = 2 if end == "killed" else 3
+    assert max(each.name for each in (path / "partial").iterdir()) == f"0000-000000004-{done:09d}"
+    looked.clear()
+    with mock.patch.object(fisher, "add_", lambda *args, **kwargs: looked.append(len(args[3])) or real(*args, **kwargs)):
+        train(path)
+    assert looked == [9, 9, 9, 5][done:] + [9, 9, 9, 5] * 2
     assert same(path, undisturbed)
 
 

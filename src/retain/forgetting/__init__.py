@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from retain.errors import ConfigError, Finding
+from retain.forgetting.ewc import ewc
 from retain.forgetting.replay import replay
 from retain.seams import Method
 from retain.spec import MethodSpec
 
-METHODS: dict[str, Callable[[Any], Method]] = {"replay": replay}
+METHODS: dict[str, Callable[[Any], Method]] = {"replay": replay, "ewc": ewc}
 """Factories by name: `factory(settings) -> Method`."""
 
 

@@ -156,7 +156,7 @@ def set_lr_(optimizer: Optimizer, factor: float) -> None:
             group["lr"] = lr
 
 
-def step_sizes(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """The current learning rate of each parameter, by name."""
-    rates = {param: float(group["lr"]) for group in optimizer.param_groups for param in group["params"]}
+def step_sizes(optimizer: Optimizer, params: Mapping[str, nn.Parameter], rate: str = "lr") -> dict[str, float]:
+    """The learning rate of each parameter by name: the current one, or with ``initial_lr`` the one before any schedule."""
+    rates = {param: float(group[rate]) for group in optimizer.param_groups for param in group["params"]}
     return {name: rates[param] for name, param in params.items()}

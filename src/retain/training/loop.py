@@ -52,6 +52,10 @@ NO_METHOD = (
     "No method against forgetting is configured, so earlier tasks will be forgotten. "
     "training_params.regularization: {replay_ratio: 1.0, replay_capacity: 2000} keeps rows of them."
 )
+CANNOT_HELP = (
+    "{} cannot keep old classes apart from new ones that share their head (class-incremental): without rows of both, nothing says "
+    "how they differ. training_params.regularization: {{replay_ratio: 1.0, replay_capacity: 200}} adds stored rows."
+)
 MAX_SKIPPED = 100
 """Steps in a row that the loss scaler may skip: it halves the scale each time, so after these no scale would have helped."""
 TICK_SECONDS = 0.2
@@ -70,6 +74,7 @@ class Progress:
     """Where a task stands, as its checkpoints keep it."""
 
     step: int = 0
+    consolidated: int = 0
     skipped: int = 0
     rows: int = 0
     seconds: float = 0.0
@@ -154,6 +159,10 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
         if pending:
             job = make_job(spec, stream, device, prior["sizes"] if prior else [])
             training = Training(spec, stream, run, job, identity, listener, stop)
+            names = [method.name for method, _ in job.methods]
+            helps = any("class-incremental" in method.allows for method, _ in job.methods)
+            if names and not helps and training.head == "growing" and len(stream.tasks) > 1:
+                training.note(CANNOT_HELP.format(" and ".join(names)))
             if prior and latest is not None:
                 files = load_checkpoint(run.task_path(latest), FILES)
                 for text in restore_job(job, files, prior):
@@ -244,9 +253,7 @@ def _learn(training: Training, task: Task) -> None:
     row = _measure_all(training, task)
     peak = peak_bytes(training.job.device)
     training.listener("evaluated", {"number": number, "task": task, "row": row, "peak": peak})
-    began = time.monotonic()
-    _consolidate(training, task, batches)
-    progress.seconds += time.monotonic() - began
+    _consolidate(training, task, batches, progress)
 
     files, state = job_files(training.job)
     record = _record(training, task, progress, row)
@@ -286,7 +293,9 @@ def _run_steps(training: Training, task: Task, batches: TaskBatches, progress: P
     every_seconds, every_steps = training.spec.checkpoint.every_seconds, training.spec.checkpoint.every_steps
     steps, first, carried = task_steps(training.spec, task), progress.step, progress.seconds
     training.listener("task", {"number": training.number, "task": task, "steps": steps, "step": first})
-    base = _context(training, task)._replace(key=derive("step", spec.seed, training.number))
+    base = _context(training, task)._replace(
+        key=derive("step", spec.seed, training.number), total_rows=batches.rows_before(steps), micro_batch=job.micro_batch
+    )
     uses_sizes = any(method.project_ is not None for method, _ in job.methods)
     job.model.train()
     began = saved = time.monotonic()
@@ -345,19 +354,37 @@ def _measure(training: Training, number: int, rows: Rows, classes: Any) -> dict[
     return measure(training.job, _batches(training, number, rows, classes), _metrics(training.spec), batch_size)
 
 
-def _consolidate(training: Training, task: Task, batches: TaskBatches) -> None:
-    """Let the methods keep what they need of the task: once per batch of its rows, then once."""
-    job, spec = training.job, training.spec.training_params
-    base = _context(training, task)._replace(key=derive("consolidate", spec.seed, training.number))
-    if any(method.consolidate_batch is not None for method, _ in job.methods):
-        for position, batch in enumerate(batches.in_order(spec.batch_size)):
-            ctx = base._replace(batch=batch.to(job.device), step=position)
-            for method, state in job.methods:
-                if method.consolidate_batch is not None:
-                    method.consolidate_batch(ctx, state)
+def _consolidate(training: Training, task: Task, batches: TaskBatches, progress: Progress) -> None:
+    """Let the methods keep what they need of the task: once per batch of its rows, then once; with checkpoints."""
+    job, spec, checkpoint = training.job, training.spec.training_params, training.spec.checkpoint
+    base = _context(training, task)._replace(
+        key=derive("consolidate", spec.seed, training.number),
+        total_rows=len(task.train),
+        micro_batch=min(job.micro_batch or spec.batch_size, spec.batch_size),
+    )
+    began = saved = time.monotonic()
+    carried = progress.seconds
+    takers = [(method, state) for method, state in job.methods if method.consolidate_batch is not None]
+    for position, batch in enumerate(batches.in_order(spec.eval_batch_size) if takers else ()):
+        if position < progress.consolidated:
+            continue
+        ctx = base._replace(batch=batch.to(job.device), step=position, rows=position * spec.eval_batch_size)
+        for method, state in takers:
+            method.consolidate_batch(ctx, state)  # type: ignore[misc]
+        progress.consolidated = position + 1
+        now, asked = time.monotonic(), training.stop.signal is not None
+        progress.seconds = carried + now - began
+        every = checkpoint.every_steps is not None and progress.consolidated % checkpoint.every_steps == 0
+        if asked or every or now - saved >= checkpoint.every_seconds:
+            _save_partial(training, task, progress)
+            saved = time.monotonic()
+        if asked:
+            text = f"Stopped while looking back on task {task.name}; the same command goes on from there."
+            raise Stopped(int(training.stop.signal or 0), text)
     for method, state in job.methods:
         if method.consolidate is not None:
             method.consolidate(base, state)
+    progress.seconds = carried + time.monotonic() - began
 
 
 def _context(training: Training, task: Task) -> StepContext:
@@ -369,6 +396,7 @@ def _context(training: Training, task: Task) -> StepContext:
         model=job.model,
         params=job.params,
         objective=job.objective,
+        step_sizes=step_sizes(job.optimizer, job.params, "initial_lr"),
         task=training.number,
         classes=len(seen),
         new_classes=len(seen) - len(_seen(training)),
@@ -401,7 +429,7 @@ def _save_partial(training: Training, task: Task, progress: Progress) -> None:
         "progress": dataclasses.asdict(progress),
         "events_bytes": training.run.events_size(),
     }
-    name = f"{training.number:04d}-{progress.step:09d}"
+    name = f"{training.number:04d}-{progress.step:09d}" + (f"-{progress.consolidated:09d}" if progress.consolidated else "")
     save_checkpoint(training.run.path / "partial" / name, {**files, "state.json": _state(training, state), "record.json": here})
     training.run.drop_partials(keep=training.spec.checkpoint.keep)
 

@@ -1,0 +1,414 @@
+"""The diagonal of the Fisher information of a model, exact for every row (Kirkpatrick et al. 2017; Martens 2020, section 5).
+
+    F_i = 1/N sum_n E_y [(d log p(y | x_n) / d theta_i)^2]
+
+The square is of one row's gradient, never of a batch's mean. Which labels y are meant is the estimator:
+
+    exact      y over all labels, each with its probability under the model. The default up to 100 classes
+    sampled    one label drawn from the model for every row: unbiased, one backward pass. The default above, and for tokens
+    empirical  the label in the data: small where the model fits it, whatever the parameters matter (Kunstner et al. 2019)
+
+Gradients are scaled by a power of two before they go through the model and taken back exactly, squared and summed in fp32 (fp64
+for a model in fp64). The model runs in eval mode; its modes and buffers are put back. Rows stream through, so that memory does
+not depend on their number, and the sums are a plain state that can be saved between batches.
+
+Not here: blocks and Kronecker factors; targets that are not classes, but for the empirical estimator.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from retain.forgetting.layers import LEFT, SHARED, precise
+from retain.forgetting.persample import Plan, Unknown, Watch, close, find_sites, leaves
+from retain.params import check_finite, derive, trainable, uniform
+from retain.seams import Batch, Objective
+
+LOG = logging.getLogger("retain")
+EXACT_AT_MOST = 100
+"""Labels up to which the exact estimator is the default: it takes a backward pass for each but one."""
+HALF_PRECISION_TOP = 8
+"""Gradients of fp16 outputs start below 2^8: 2^8 below the largest fp16 number, and 2^32 above the smallest."""
+RETRIES = 8
+SMALL_BYTES = 2**23
+
+Estimator = Literal["auto", "exact", "sampled", "empirical"]
+
+
+@dataclass
+class Fisher:
+    """Sums over the rows seen so far.
+
+    Attributes:
+        sums: of squared gradients, at least fp32, by parameter name; parameters that took no part are not there.
+        rows: how many.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    rows: int = 0
+
+
+class Labels(NamedTuple):
+    """Which labels the expectation is over.
+
+    Attributes:
+        objective: `losses` of a label is minus its log-likelihood.
+        estimator: of the module's table.
+        key: random key of labels that are drawn; what a row draws depends on it and the row's number only.
+    """
+
+    objective: Objective
+    estimator: Estimator = "auto"
+    key: int = 0
+
+
+def fisher_diagonal(
+    model: nn.Module, batches: Iterable[Batch], objective: Objective, *, estimator: Estimator = "auto", seed: int = 0
+) -> dict[str, Tensor]:
+    """The diagonal Fisher information of a model's trainable parameters over batches.
+
+    Args:
+        model: gives logits [rows, classes].
+        batches: rows of one device, that of the model. How they are cut does not matter.
+        objective: what the model is trained with, such as `retain.CLASSIFICATION`.
+        estimator: which labels are meant.
+        seed: of the labels that are drawn.
+
+    Returns:
+        By parameter name, in fp32; parameters that the outputs do not depend on are not there.
+
+    Raises:
+        ValueError: no rows, no trainable parameters, outputs that the estimator cannot use, or values that are not finite.
+
+    Example:
+        >>> from retain import CLASSIFICATION
+        >>> model, rows = nn.Linear(3, 2), Batch({"input": torch.eye(3)}, torch.tensor([0, 1, 1]))
+        >>> sorted(fisher_diagonal(model, [rows], CLASSIFICATION))
+        ['bias', 'weight']
+    """
+    fisher, params, labels = Fisher(), trainable(model), Labels(objective, estimator, derive("labels", seed))
+    for batch in batches:
+        add_(fisher, model, params, batch, labels)
+    return mean(fisher)
+
+
+def mean(fisher: Fisher) -> dict[str, Tensor]:
+    """The Fisher information of the rows seen so far, by parameter name.
+
+    Raises:
+        ValueError: there were no rows, or a value is not finite.
+    """
+    if fisher.rows == 0:
+        raise ValueError("Fisher information of zero rows: pass at least one row of the task before it is used.")
+    if (name := check_finite(fisher.sums)) is not None:
+        raise ValueError(f"The Fisher information of {name} is not finite: the model has diverged, or its inputs are not finite.")
+    return {name: values / fisher.rows for name, values in fisher.sums.items()}
+
+
+def add_(
+    fisher: Fisher,
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    batch: Batch,
+    labels: Labels,
+    *,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    micro_batch: int | None = None,
+) -> None:
+    """Add the rows of a batch; their weights do not count.
+
+    Args:
+        fisher: changed in place.
+        model: its modes and buffers are put back, and the parameters' `grad` is not touched.
+        params: the parameters to look at, by name; tied tensors once.
+        batch: on the model's device.
+        labels: which labels are meant.
+        autocast: region in which the forward pass runs.
+        micro_batch: rows of one forward pass at most; more where all their layers' outputs together take less than `SMALL_BYTES`.
+
+    Raises:
+        ValueError: there are no parameters, or the estimator cannot use the model's outputs.
+    """
+    if not params:
+        raise ValueError("The model has no trainable parameters, so it has no Fisher information. Unfreeze some of them.")
+    with torch.enable_grad(), evaluating(model, batch.targets.device):
+        plan = _plan(model, params, batch, again=False)
+        if plan is not None and micro_batch is not None:  # small rows go together, which costs next to no memory
+            micro_batch = max(micro_batch, SMALL_BYTES // max(1, plan.row_bytes))
+        for part in batch.parts(micro_batch):
+            watch, logits = _watched(model, params, part, autocast)
+            if watch is None:
+                _row_by_row_(fisher, model, params, part, labels)
+            else:
+                _together_(fisher, model, params, part, labels, watch, logits)
+            fisher.rows += len(part)
+
+
+def _together_(
+    fisher: Fisher,
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    batch: Batch,
+    labels: Labels,
+    watch: Watch,
+    logits: Tensor,
+) -> None:
+    """All rows at once; parameters that are used in unknown ways row by row."""
+    seeds = label_gradients(logits, batch, labels, fisher.rows)
+    scale, half = _scale(seeds, logits.dtype), logits.dtype is torch.float16
+    left = watch.leave(logits)
+    _sums_for_(fisher, params, [region.name for region in watch.plan.uses])
+    for number, seed in enumerate(seeds):
+        last = number == len(seeds) - 1 and not half
+        for _ in range(RETRIES):
+            overflowed = watch.backward(logits, seed * scale, fisher.sums, scale**-2, last=last)
+            if not overflowed:
+                break
+            scale /= 2**HALF_PRECISION_TOP
+        else:
+            name = overflowed[0].name
+            raise ValueError(f"The gradient of {name} is not finite, however small the loss is made: the model has diverged.")
+    if left:
+        del logits
+        _say_once(model, f"every row takes a pass of its own for {', '.join(sorted(left))}, used in ways that are not known here")
+        _row_by_row_(fisher, model, {name: params[name] for name in left}, batch, labels)
+
+
+def _row_by_row_(fisher: Fisher, model: nn.Module, params: Mapping[str, nn.Parameter], batch: Batch, labels: Labels) -> None:
+    """The same sums by a forward pass for every row, at full precision: right for any model, and slow."""
+    for row in range(len(batch)):
+        one = batch.rows(row, row + 1)
+        logits = _logits(model(**one.inputs_as(_dtype(params))))
+        used = {id(leaf) for leaf in leaves(logits)}
+        chosen = {name: param for name, param in params.items() if id(param) in used}
+        if not chosen:
+            continue
+        _sums_for_(fisher, params, chosen)
+        seeds = label_gradients(logits, one, labels, fisher.rows + row)
+        scale = _scale(seeds, logits.dtype)
+        for number, seed in enumerate(seeds * scale):
+            keep = number < len(seeds) - 1
+            grads = torch.autograd.grad(logits, list(chosen.values()), seed.to(logits.dtype), retain_graph=keep)
+            for name, grad in zip(chosen, grads, strict=True):
+                values = grad.to(fisher.sums[name].dtype)
+                fisher.sums[name].addcmul_(values, values, value=scale**-2)
+
+
+def _scale(seeds: Tensor, dtype: torch.dtype) -> float:
+    """The power of two that brings the largest gradient of the outputs to about 1 (fp16: 2^8).
+
+    So that the square of a small loss does not vanish, and one multiplied by a power of two takes exactly the same way.
+    """
+    top = HALF_PRECISION_TOP if dtype is torch.float16 else 0
+    return float(2.0 ** (top - math.frexp(float(seeds.abs().max()))[1]))
+
+
+def _sums_for_(fisher: Fisher, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> None:
+    for name in names:
+        if name not in fisher.sums:
+            dtype = torch.promote_types(params[name].dtype, torch.float32)
+            fisher.sums[name] = torch.zeros(params[name].shape, dtype=dtype, device=params[name].device)
+
+
+def _dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
+    return next(iter(params.values())).dtype
+
+
+def _logits(outputs: Any) -> Tensor:
+    if not isinstance(outputs, Tensor):
+        raise ValueError(f"The Fisher information needs a model that returns logits, not {type(outputs).__name__}.")
+    return outputs
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+def label_gradients(logits: Tensor, batch: Batch, labels: Labels, first: int = 0) -> Tensor:
+    """Gradients of the logits whose squares, taken through the model and summed, are the Fisher information.
+
+    Args:
+        logits: [rows, classes] or [rows, tokens, classes].
+        batch: with targets [rows] or [rows, tokens].
+        labels: which labels are meant.
+        first: number of the batch's first row among those of the pass.
+
+    Returns:
+        [passes, *logits.shape], at least fp32.
+
+    Raises:
+        ValueError: the estimator cannot use logits or targets of this kind.
+    """
+    objective, estimator, _ = labels
+    logits, targets = precise(logits.detach()), batch.targets
+    classes = not targets.is_floating_point() and logits.ndim == targets.ndim + 1
+    if estimator == "auto":
+        estimator = "exact" if logits.ndim == 2 and logits.shape[-1] <= EXACT_AT_MOST else "sampled"
+    if estimator != "empirical" and not classes:
+        seen = f"targets of {targets.dtype} {tuple(targets.shape)} and outputs {tuple(logits.shape)}"
+        raise ValueError(f"fisher={labels.estimator} needs class labels and their logits, not {seen}. Use fisher: empirical.")
+    if estimator == "exact" and logits.ndim != 2:
+        raise ValueError(f"fisher=exact takes logits [rows, classes], not {tuple(logits.shape)}. Use fisher: sampled for tokens.")
+
+    p = logits.softmax(-1) if classes else logits
+    if estimator == "sampled":
+        targets = _drawn(p, targets, labels.key, first)
+    if objective.categorical and classes:
+        return softmax_factor(p) if estimator == "exact" else _minus_label(p, targets)[None]
+
+    def gradient(targets: Tensor) -> Tensor:
+        free = logits.clone().requires_grad_()
+        losses = objective.losses(free, Batch(batch.inputs, targets, None, batch.meta))
+        return torch.autograd.grad(losses.sum(), free)[0]
+
+    if estimator != "exact":
+        return gradient(targets)[None]
+    return torch.stack([gradient(torch.full_like(targets, y)) * p[:, y, None].sqrt() for y in range(logits.shape[1])])
+
+
+def softmax_factor(p: Tensor) -> Tensor:
+    """Vectors s_k with sum_k s_k s_k^T = diag(p) - p p^T, the Fisher information of softmax's logits.
+
+    The Cholesky factor in closed form (Tanabe and Sagae 1992): with q_k the probability of the labels after k,
+    s_k = sqrt(p_k q_k / (p_k + q_k)) (e_k - sum_{i>k} p_i / q_k e_i). One vector fewer than there are labels; only positive
+    numbers are added, so that nothing cancels.
+
+    Args:
+        p: probabilities, [rows, classes].
+
+    Returns:
+        [classes - 1, rows, classes].
+    """
+    tiny = torch.finfo(p.dtype).tiny
+    onwards = p.flip(1).cumsum(1).flip(1)
+    q = onwards[:, 1:]
+    lengths = (p[:, :-1] * (q / onwards[:, :-1].clamp_min(tiny))).sqrt()
+    after = (p[:, None, :] / q[:, :, None].clamp_min(tiny)).triu(1)  # [rows, k, i]
+    factor = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)[:-1] - after
+    return (factor * lengths[:, :, None]).transpose(0, 1)
+
+
+def _minus_label(p: Tensor, targets: Tensor) -> Tensor:
+    """The gradient p - e_y of the cross-entropy; 0 where an item counts for nothing."""
+    index = targets.unsqueeze(-1)
+    grads = p.scatter_add(-1, index.clamp_min(0), -torch.ones_like(index, dtype=p.dtype))
+    return grads if targets.ndim == 1 else grads.masked_fill_(index == -100, 0.0)
+
+
+def _drawn(p: Tensor, targets: Tensor, key: int, first: int) -> Tensor:
+    """A label for every item, drawn by p from the row's number and the item's place; items that count for nothing stay so."""
+    counters = (torch.arange(first, first + targets.shape[0]) << 32).view(-1, *[1] * (targets.ndim - 1))
+    if targets.ndim > 1:
+        counters = counters + torch.arange(targets[0].numel()).view(targets.shape[1:])
+    cumulated = p.double().cumsum(-1)
+    chance = uniform(key, counters).to(targets.device).unsqueeze(-1) * cumulated[..., -1:]
+    drawn = torch.searchsorted(cumulated, chance, right=True).squeeze(-1).clamp_max(p.shape[-1] - 1)
+    return torch.where(targets == -100, targets, drawn)
+
+
+# --- the model while it is looked at ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """A region in which a model is in eval mode; modes and buffers are put back, whatever happens.
+
+    The backward pass of cuDNN's recurrent layers needs train mode: there they are in it, without dropout.
+    """
+    parts = list(model.modules())
+    recurrent = [part for part in parts if isinstance(part, nn.RNNBase)] if device.type == "cuda" else []
+    modes = [(part, part.training) for part in parts if part.training or part in recurrent]
+    dropout = [(part, part.dropout) for part in recurrent]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        for part, _ in modes:
+            part.training = part in recurrent
+        for part in recurrent:
+            part.dropout = 0.0
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        for part, share in dropout:
+            part.dropout = share
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+_PLANS: WeakKeyDictionary[nn.Module, tuple[Any, Plan]] = WeakKeyDictionary()
+"""What was found out about a model, with the names, identities and shapes of its parameters then."""
+
+_SAID: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+def _say_once(model: nn.Module, text: str) -> None:
+    said = _SAID.setdefault(model, set())
+    if text not in said:
+        said.add(text)
+        LOG.info("Fisher information: %s.", text)
+
+
+def _watched(
+    model: nn.Module, params: Mapping[str, nn.Parameter], batch: Batch, autocast: Callable[[], AbstractContextManager[Any]]
+) -> tuple[Watch | None, Any]:
+    """The logits of a batch, and what watched them being made; None where every row needs a pass of its own."""
+    inputs = batch.inputs_as(_dtype(params))
+    for again in (False, True):
+        plan = _plan(model, params, batch, again)
+        if plan is None:
+            break
+        watch = Watch(plan, len(batch))
+        try:
+            with autocast(), watch:
+                return watch, _logits(model(**inputs))
+        except Unknown:  # the model takes another way than it took for the rows that it was planned with
+            continue
+    return None, None
+
+
+def _plan(model: nn.Module, params: Mapping[str, nn.Parameter], batch: Batch, again: bool) -> Plan | None:
+    """The model's watched calls and where they have their rows; None where there is no such plan."""
+    signature = [(name, id(param), param.shape) for name, param in params.items()]
+    before = _PLANS.get(model)
+    if before is not None and before[0] == signature and not again:
+        return before[1]
+    if len(batch) < 2:
+        return None
+    plan = _find_plan(model, params, batch.rows(0, 2))
+    if plan is not None:
+        _PLANS[model] = signature, plan
+    else:
+        _say_once(model, "every row takes a pass of its own, since what the model makes of it depends on the rows around it")
+    return plan
+
+
+def _find_plan(model: nn.Module, params: Mapping[str, nn.Parameter], batch: Batch) -> Plan | None:
+    dtype = _dtype(params)
+    tolerance = _TOLERANCE.get(dtype, 0.05)
+    one, two = (Watch(Plan(params), rows) for rows in (1, 2))
+    with one:
+        alone = _logits(model(**batch.rows(0, 1).inputs_as(dtype)))
+    with two:
+        together = _logits(model(**batch.inputs_as(dtype)))
+    sites = find_sites(one, two, tolerance)
+    if sites is None or not close(alone, together[:1], tolerance):
+        return None
+    if any(site.layout is SHARED for site in sites):
+        try:
+            with Watch(Plan(params, sites), 2):
+                same = close(_logits(model(**batch.inputs_as(dtype))), together, tolerance)
+        except Exception:  # whatever the model says to shapes that do not go together
+            same = False
+        if not same:
+            sites = [site._replace(layout=LEFT) if site.layout is SHARED else site for site in sites]
+    return Plan(params, sites, sum(output.nbytes for *_, output in two.seen) // 2)
