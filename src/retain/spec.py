@@ -381,11 +381,14 @@ class EwcSpec(Strict):
     """Elastic weight consolidation: weights are held near those of earlier tasks, each as firmly as its Fisher information says."""
 
     lambda_: NonNegative = Field(default=40.0, alias="lambda")
-    """Strength; with `normalize`, 10-100 is a useful range for any model and loss. 0 protects nothing."""
-    form: Literal["proximal", "explicit"] = "proximal"
-    """proximal: a step after the optimizer's, stable at any strength; explicit: a gradient beside the loss's."""
-    tasks: Literal["separate", "online"] = "separate"
-    """separate: the exact sum of one penalty per task; online: one penalty around the last weights."""
+    """Strength; with `normalize`, 10-100 is a useful range for any model, loss and optimizer. 0 protects nothing."""
+    form: Literal["proximal", "implicit", "explicit"] = "proximal"
+    """proximal: a pull that counts in the optimizer's own steps; implicit: the penalty's at the learning rate; both are stable at
+    any strength. explicit: the penalty's gradient beside the loss's."""
+    every: Count = 4
+    """proximal: optimizer steps between two pulls."""
+    tasks: Literal["online", "separate"] = "online"
+    """online: one penalty around the last weights; separate: the exact sum of one penalty per task."""
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """online: what the importance so far is multiplied by at every task."""
     fisher: Literal["auto", "exact", "sampled", "empirical"] = "auto"
@@ -408,6 +411,8 @@ class EwcSpec(Strict):
             raise ValueError("`decay` and `refresh` need `tasks: online`; `tasks: separate` keeps every task's penalty as it is")
         if self.refresh is not None and self.importance_dtype == "bf16":
             raise ValueError("`refresh` folds in small parts, which bf16 would round away: use importance_dtype: fp32")
+        if self.form != "proximal" and "every" in self.model_fields_set:
+            raise ValueError(f"`every` needs form: proximal; form: {self.form} acts at every step")
         return self
 
 

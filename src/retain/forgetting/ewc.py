@@ -8,11 +8,16 @@ of tasks, exactly: folding in a task (F, theta) is
     tasks: separate    c += sum A F / (A + F) (theta - m)^2 / 2,   m += F / (A + F) (theta - m),   A += F
     tasks: online      m = theta,   A = decay A + F     (Huszar 2018; Schwarz et al. 2018, who normalise F as well)
 
-The penalty acts in one of two forms, never through the loss:
+The penalty acts in one of three forms, never through the loss:
 
-    proximal    p += A / (A + 1/a) (m - p), a = lambda * learning rate, after the optimizer's step: the minimum over q of
-                lambda/2 A (q - m)^2 + (q - p)^2 / (2 lr), stable at any lambda (Parikh and Boyd 2014, section 1.1)
-    explicit    gradient += lambda A (p - m), before the optimizer's step; diverges beyond `stability_edge`
+    proximal    every few steps, p += a A / (1 + a A) (m - p), a = lambda s, with s the mean |move| of the optimizer since the last
+    implicit    after every step, the same with a = lambda * learning rate: the minimum over q of
+                lambda/2 A (q - m)^2 + (q - p)^2 / (2 lr) (Parikh and Boyd 2014, section 1.1)
+    explicit    gradient += lambda A (p - m), before every step; diverges beyond `stability_edge`
+
+The first two are stable at any lambda. The last two follow the penalty's gradient, so that lambda stands against the loss's: what
+is right for SGD is a thousand times off for Adam, and for the loss times ten. Counted in the optimizer's moves it means the same
+for both: a weight of mean importance that is pushed one way all the time comes to rest 1/lambda from its anchor.
 
 Each F is scaled to mean 1 over the parameters that took part in its pass, or left as it is. m is never rounded to half precision:
 the rounding would pull like a task of its own. With `refresh`, A and m follow a task while it trains, in parts of one fold.
@@ -39,6 +44,26 @@ from retain.seams import Batch, Column, Method, StepContext
 from retain.spec import EwcSpec
 
 LOG = logging.getLogger("retain")
+SAMPLE = 2**14
+MEMORY = 0.9
+"""Of the running mean: it follows the last ten pulls."""
+
+
+@dataclass
+class Pace:
+    """How far the optimizer moves between two pulls.
+
+    Attributes:
+        mean: running mean of the sizes of its moves, without the correction for its start.
+        moves: how many went into it.
+        waited: steps since the last pull.
+        before: a sample of the protected weights as the last pull left them.
+    """
+
+    mean: float = 0.0
+    moves: int = 0
+    waited: int = 0
+    before: Tensor | None = None
 
 
 @dataclass
@@ -53,6 +78,7 @@ class EwcState:
         constant: the part of the penalty that does not depend on the weights, over lambda.
         tasks: folded so far.
         fisher: of rows that are not folded yet.
+        pace: proximal: how far the optimizer moves between two pulls.
         folded: refresh: share of the task that is folded.
         looked: refresh: rows of the task that the Fisher information has seen.
     """
@@ -64,6 +90,7 @@ class EwcState:
     constant: float = 0.0
     tasks: int = 0
     fisher: Fisher = field(default_factory=Fisher)
+    pace: Pace = field(default_factory=Pace)
     folded: float = 0.0
     looked: int = 0
 
@@ -86,6 +113,7 @@ def ewc(settings: EwcSpec) -> Method:
     def begin_task(ctx: StepContext, state: EwcState) -> None:
         """Follow new head rows and a changed configuration; say up to which lambda the explicit form is stable."""
         _fit_(state, ctx.params, settings)
+        _set_out_(ctx.params, state)
         if state.configured != settings.lambda_:
             state.strength = state.configured = settings.lambda_
         if settings.form == "explicit" and ctx.step_sizes is not None and state.A:
@@ -95,17 +123,29 @@ def ewc(settings: EwcSpec) -> Method:
                 text = "EWC: lambda=%.4g lies beyond %.4g, so plain gradient descent diverges. Lower it, or use form: proximal."
                 LOG.warning(text, state.strength, edge)
 
-    def project_(params: Mapping[str, nn.Parameter], state: EwcState, sizes: Mapping[str, float]) -> None:
+    def pull_(params: Mapping[str, nn.Parameter], state: EwcState, sizes: Mapping[str, float]) -> None:
         if state.strength > 0:
-            jobs = [([p, A, m], _inverse(state.strength, name, sizes)) for name, p, A, m in _protected(params, state)]
-            quadratic.pull_(jobs, compiled=settings.compile)
+            terms = [([p, A, m], _inverse(state.strength * sizes[name])) for name, p, A, m in _protected(params, state)]
+            quadratic.pull_(terms, compiled=settings.compile)
+
+    def proximal_(params: Mapping[str, nn.Parameter], state: EwcState, sizes: Mapping[str, float]) -> None:
+        state.pace.waited += 1
+        if state.A and state.pace.waited >= settings.every:
+            pull_(params, state, dict.fromkeys(state.A, _moved_(params, state)))
+            _set_out_(params, state)
+
+    def implicit_(params: Mapping[str, nn.Parameter], state: EwcState, sizes: Mapping[str, float]) -> None:
+        if missing := state.A.keys() - sizes.keys():
+            names = ", ".join(sorted(missing))
+            raise ValueError(f"EWC, form: implicit: no learning rate of {names}. Pass one for every protected parameter by name.")
+        pull_(params, state, sizes)
 
     def add_grad_(ctx: StepContext, state: EwcState) -> None:
         """Without a gradient, a parameter takes no part in this step."""
         if state.strength > 0:
             held = _protected(ctx.params, state)
-            jobs = [([p.grad, p, A, m], state.strength) for _, p, A, m in held if p.grad is not None]
-            quadratic.push_(jobs, compiled=settings.compile)
+            terms = [([p.grad, p, A, m], state.strength) for _, p, A, m in held if p.grad is not None]
+            quadratic.push_(terms, compiled=settings.compile)
 
     def look(ctx: StepContext, state: EwcState, batch: Batch, key: int) -> None:
         labels = Labels(ctx.objective, settings.fisher, key)
@@ -132,7 +172,7 @@ def ewc(settings: EwcSpec) -> Method:
 
     def consolidate(ctx: StepContext, state: EwcState) -> None:
         """Fold in the task, or what is left of it."""
-        if _fold_(state, ctx.params, settings, 1.0 - state.folded):
+        if _fold_(state, ctx.params, settings, 1.0 - state.folded) or state.folded > 0:
             state.tasks += 1
         else:
             text = "EWC: the Fisher information of task %d is zero everywhere, so nothing of it is protected. %s"
@@ -146,7 +186,7 @@ def ewc(settings: EwcSpec) -> Method:
         allows=frozenset({"without-old-data", "micro-batching"}),
         observe=None if settings.refresh is None else observe,
         add_grad_=add_grad_ if settings.form == "explicit" else None,
-        project_=project_ if settings.form == "proximal" else None,
+        project_={"proximal": proximal_, "implicit": implicit_}.get(settings.form),
         begin_task=begin_task,
         consolidate_batch=consolidate_batch if settings.refresh is None else None,
         consolidate=consolidate,
@@ -182,17 +222,33 @@ def stability_edge(state: EwcState, step_sizes: Mapping[str, float]) -> float:
     return min((2 / top for top in tops if top > 0), default=math.inf)
 
 
-def _inverse(strength: float, name: str, sizes: Mapping[str, float | Tensor]) -> float | Tensor:
-    """1/a for the proximal step: infinite at a = 0, where nothing moves, and never 0, where A = 0 would give 0/0.
-
-    A size is a number, or a tensor like the parameter where every coordinate has a step size of its own.
-    """
-    if name not in sizes:
-        raise ValueError(f"EWC needs the step size of {name}: pass the learning rate of every protected parameter by name.")
-    fp32, a = torch.finfo(torch.float32), strength * sizes[name]
-    if isinstance(a, Tensor):
-        return a.reciprocal().clamp_(min=fp32.tiny)
+def _inverse(a: float) -> float:
+    """1/a for a pull of A / (A + 1/a): infinite at a = 0, where nothing moves, and never 0, where A = 0 would give 0/0."""
+    fp32 = torch.finfo(torch.float32)
     return max(1 / a, fp32.tiny) if a * fp32.max > 1 else math.inf
+
+
+def _moved_(params: Mapping[str, nn.Parameter], state: EwcState) -> float:
+    """The size of the moves between two pulls, with this one: a running mean of mean |move| over a sample of weights."""
+    pace, now = state.pace, _sample(params, state)
+    if pace.before is not None and now is not None and pace.before.shape == now.shape:
+        moved = float((now - pace.before.to(now.device)).abs_().mean())
+        pace.mean, pace.moves = MEMORY * pace.mean + (1 - MEMORY) * moved, pace.moves + 1
+    return pace.mean / (1 - MEMORY**pace.moves) if pace.moves else 0.0
+
+
+def _set_out_(params: Mapping[str, nn.Parameter], state: EwcState) -> None:
+    """A move begins here."""
+    state.pace.before, state.pace.waited = _sample(params, state), 0
+
+
+def _sample(params: Mapping[str, nn.Parameter], state: EwcState) -> Tensor | None:
+    """About `SAMPLE` of the protected weights, evenly spaced; None where nothing is protected."""
+    held = [params[name].detach() for name in sorted(state.A) if name in params]  # sorted: a file may change their order
+    if not held:
+        return None
+    stride = max(1, sum(param.numel() for param in held) // SAMPLE)
+    return torch.cat([param.flatten()[::stride].to(held[0].device, torch.float32) for param in held])
 
 
 # --- the state --------------------------------------------------------------------------------------------------------
@@ -282,6 +338,7 @@ def _fold_(state: EwcState, params: Mapping[str, nn.Parameter], settings: EwcSpe
     if online:
         state.constant = 0.0
     state.fisher = Fisher()
+    _set_out_(params, state)
     return True
 
 

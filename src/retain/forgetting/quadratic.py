@@ -23,8 +23,8 @@ LOG = logging.getLogger("retain")
 CACHED = 2**16
 """Elements of a block on the CPU: in fp32, those of four tensors fit into the 1-2 MiB of a core's second cache."""
 
-Job = tuple[list[Tensor], float | Tensor]
-"""Tensors of one shape, the first of them changed and the last the anchor; and a factor, a number or a tensor like them."""
+Term = tuple[list[Tensor], float]
+"""Tensors of one shape, the first of them changed and the last the anchor; and a factor."""
 
 
 @torch.no_grad()
@@ -37,14 +37,14 @@ def value(protected: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     return total / 2
 
 
-def pull_(jobs: Sequence[Job], *, compiled: bool = False) -> None:
-    """Move p by A / (A + c) of the way to m, for jobs of (p, A, m) and c > 0: not at all where A is 0 or p is m, to the bit."""
-    _run_(_PULL, jobs, compiled)
+def pull_(terms: Sequence[Term], *, compiled: bool = False) -> None:
+    """Move p by A / (A + c) of the way to m, for terms of (p, A, m) and c > 0: not at all where A is 0 or p is m, to the bit."""
+    _run_(_PULL, terms, compiled)
 
 
-def push_(jobs: Sequence[Job], *, compiled: bool = False) -> None:
-    """Add strength A (p - m) to g, for jobs of (g, p, A, m) and a strength."""
-    _run_(_PUSH, jobs, compiled)
+def push_(terms: Sequence[Term], *, compiled: bool = False) -> None:
+    """Add strength A (p - m) to g, for terms of (g, p, A, m) and a strength."""
+    _run_(_PUSH, terms, compiled)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def _pull_whole(p: Tensor, A: Tensor, m: Tensor, c: float | Tensor) -> None:
     p.copy_(p + A / (A + c) * (m - p))  # lerp would choose between two forms for every element
 
 
-def _pull_block(p: Tensor, A: Tensor, m: Tensor, c: float | Tensor, room: Tensor) -> None:
+def _pull_block(p: Tensor, A: Tensor, m: Tensor, c: float, room: Tensor) -> None:
     if A.dtype == room.dtype:
         torch.add(A, c, out=room)
     else:
@@ -89,9 +89,9 @@ def _push_whole(g: Tensor, p: Tensor, A: Tensor, m: Tensor, strength: float | Te
     g.copy_(g + strength * A.to(m.dtype) * (p - m))
 
 
-def _push_block(g: Tensor, p: Tensor, A: Tensor, m: Tensor, strength: float | Tensor, room: Tensor) -> None:
+def _push_block(g: Tensor, p: Tensor, A: Tensor, m: Tensor, strength: float, room: Tensor) -> None:
     torch.sub(p, m, out=room)
-    if g.dtype == A.dtype == room.dtype and not isinstance(strength, Tensor):
+    if g.dtype == A.dtype == room.dtype:
         g.addcmul_(A, room, value=strength)
     else:
         g.add_(room.mul_(A).mul_(strength))
@@ -109,14 +109,13 @@ _PUSH = Kernel(_push_whole, _push_block, _push_group)
 
 
 @torch.no_grad()
-def _run_(kernel: Kernel, jobs: Sequence[Job], compiled: bool) -> None:
-    size = _block(jobs)
-    small: list[Job] = []
-    large: list[Job] = []
-    for tensors, factor in jobs:
+def _run_(kernel: Kernel, terms: Sequence[Term], compiled: bool) -> None:
+    size = _block(terms)
+    small: list[Term] = []
+    large: list[Term] = []
+    for tensors, factor in terms:
         alike = all(tensor.dtype == tensors[0].dtype and tensor.device == tensors[0].device for tensor in tensors)
-        few = alike and tensors[0].numel() <= size // 2 and not isinstance(factor, Tensor)
-        (small if few else large).append((tensors, factor))
+        (small if alike and tensors[0].numel() <= size // 2 else large).append((tensors, factor))
     _run_large_(kernel, _run_compiled_(kernel.whole, large) if compiled else large, size)
     while small:
         ends = itertools.accumulate(tensors[0].numel() for tensors, _ in small)
@@ -126,55 +125,58 @@ def _run_(kernel: Kernel, jobs: Sequence[Job], compiled: bool) -> None:
         small = small[count:]
 
 
-def _run_large_(kernel: Kernel, jobs: Sequence[Job], size: int) -> None:
+def _run_large_(kernel: Kernel, terms: Sequence[Term], size: int) -> None:
     room = torch.empty(0)
-    for tensors, factor in jobs:
+    for tensors, factor in terms:
         first, dtype = tensors[0], tensors[-1].dtype
         if room.device != first.device or room.dtype != dtype or not len(room):
             room = torch.empty(size, dtype=dtype, device=first.device)
-        for piece in _pieces([*tensors, factor] if isinstance(factor, Tensor) else tensors, size):
-            arguments = piece if isinstance(factor, Tensor) else (*piece, factor)
+        for piece in _pieces(tensors, size):
             if piece[0].ndim == 1 and (count := len(piece[0])) <= size:
-                kernel.block(*arguments, room if count == size else room[:count])
+                kernel.block(*piece, factor, room if count == size else room[:count])
             else:
-                kernel.whole(*arguments)
+                kernel.whole(*piece, factor)
 
 
 _COMPILED: dict[Callable[..., None], Callable[..., None] | None] = {}
 """Compiled functions; None where compiling failed, so that it is tried and reported once."""
 
 
-def _run_compiled_(function: Callable[..., None], jobs: Sequence[Job]) -> list[Job]:
-    """Run a function over all these tensors in one call of torch.compile, and give back the jobs that are left to do."""
+def _run_compiled_(function: Callable[..., None], terms: Sequence[Term]) -> list[Term]:
+    """Run a function over all these tensors in one call of torch.compile, and give back the terms that are left to do."""
 
-    def over_all(tensors: list[list[Tensor]], factors: list[Tensor]) -> None:
+    def over_all(tensors: list[list[Tensor]], factors: Tensor) -> None:
         for each, factor in zip(tensors, factors, strict=True):
             function(*each, factor)
 
-    if not jobs or (function in _COMPILED and _COMPILED[function] is None):
-        return list(jobs)
-    device = jobs[0][0][0].device
-    fits = [all(tensor.is_contiguous() and tensor.device == device for tensor in tensors) for tensors, _ in jobs]
-    fused, left = list(itertools.compress(jobs, fits)), [job for job, fit in zip(jobs, fits, strict=True) if not fit]
-    tensors = [[tensor.detach().view(-1) for tensor in tensors] for tensors, _ in fused]
-    # a number would become part of the code, which would be compiled again whenever it changes
-    factors = [f.view(-1) if isinstance(f, Tensor) else torch.tensor(f, dtype=t[-1].dtype, device=device) for t, f in fused]
+    if not terms or (function in _COMPILED and _COMPILED[function] is None):
+        return list(terms)
+    device = terms[0][0][0].device
+    fused: list[Term] = []
+    left: list[Term] = []
+    for tensors, factor in terms:
+        fits = all(tensor.is_contiguous() and tensor.device == device for tensor in tensors)
+        (fused if fits else left).append((tensors, factor))
+    if not fused:
+        return left
+    # a tensor: numbers would become part of the code, which would be compiled again whenever they change
+    factors = torch.tensor([factor for _, factor in fused], dtype=fused[0][0][-1].dtype, device=device)
     try:
         if (compiled := _COMPILED.get(function)) is None:
             compiled = _COMPILED[function] = torch.compile(over_all, fullgraph=True)
-        compiled(tensors, factors)
+        compiled([[tensor.detach().view(-1) for tensor in tensors] for tensors, _ in fused], factors)
     except Exception as error:  # whatever a compiler, and what it calls, may raise
         LOG.warning("torch.compile failed, so the penalty runs without it: %s", str(error).strip().partition("\n")[0])
         _COMPILED[function] = None
-        return list(jobs)
+        return list(terms)
     return left
 
 
-def _block(jobs: Sequence[Job]) -> int:
+def _block(terms: Sequence[Term]) -> int:
     """Elements of a block: what the cache holds; on a GPU as many as keep it busy, but a 40th of all, 0.1 byte of each, at most."""
-    if all(tensors[0].device.type == "cpu" for tensors, _ in jobs):
+    if all(tensors[0].device.type == "cpu" for tensors, _ in terms):
         return CACHED
-    return max(CACHED, min(2**22, sum(tensors[0].numel() for tensors, _ in jobs) // 40))
+    return max(CACHED, min(2**22, sum(tensors[0].numel() for tensors, _ in terms) // 40))
 
 
 def _pieces(tensors: Sequence[Tensor], size: int) -> Iterator[Sequence[Tensor]]:
