@@ -9,6 +9,7 @@ the same limit, and takes as many at once as `fisher.add_` does in a run; in the
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -46,7 +47,7 @@ class Transformer(nn.Module):
 def mlp(*widths: int) -> nn.Sequential:
     """Linear layers with ReLU between them."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

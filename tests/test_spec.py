@@ -151,8 +151,9 @@ def test_lambda_is_written_as_in_yaml_everywhere(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"decay": 0.9}, "need `tasks: online`"),
-        ({"refresh": 0.5}, "need `tasks: online`"),
+        ({"tasks": "separate", "decay": 0.9}, "need `tasks: online`"),
+        ({"form": "implicit", "every": 2}, "needs form: proximal"),
+        ({"tasks": "separate", "refresh": 0.5}, "need `tasks: online`"),
         ({"refresh": 0.5, "tasks": "online", "importance_dtype": "bf16"}, "importance_dtype: fp32"),
         ({"decay": 0}, "ewc.decay=0 must be > 0. 1 keeps the importance"),
         ({"decay": 1.5}, "must be <= 1"),

@@ -125,7 +125,12 @@ MODELS = {
     "recurrent": (Recurrent, (4, 3)),
     "rows coupled": (coupled, (2, 5)),
 }
-ROW_BY_ROW = {"recurrent": ["lstm"], "tied and reused, places [tokens][None]": ["places"], "rows coupled": ["0", "1", "3"], "products": ["v"]}
+ROW_BY_ROW = {
+    "recurrent": ["lstm"],
+    "rows coupled": ["0", "1", "3"],
+    "products": ["v"],
+    "tied and reused, places [tokens][None]": ["places"],
+}
 
 every_model = pytest.mark.parametrize("name", MODELS)
 

@@ -157,21 +157,21 @@ def test_a_method_added_later_starts_with_what_it_sees(tmp_path):
 
 
 def test_where_no_method_can_help_it_is_said(tmp_path):
-    """Two blobs at a time under one head: EWC at any strength keeps nothing, which is no fault; replay does."""
+    """Two blobs at a time under one head: at no strength does EWC know old and new classes, which is no fault; replay does."""
     stream = vectors([[0, 1], [2, 3]], rows=200)
 
     def learned(name, stream=stream, **regularization):
         training = {"optimizer": "SGD(lr=0.1)", "epochs": 5, "regularization": regularization}
         said, summary, _ = notes(spec(training), tmp_path / name, stream=stream)
-        return any("class-incremental" in text for text in said), summary["matrices"]["accuracy"]["values"][1][0]
+        return any("class-incremental" in text for text in said), min(summary["matrices"]["accuracy"]["values"][1])
 
-    for strength in (0.01, 1.0, 100.0):
-        said, kept = learned(f"ewc {strength}", ewc_lambda=strength)
+    for strength in (0.1, 10.0, 1000.0):
+        said, least = learned(f"ewc {strength}", ewc_lambda=strength)
         assert said
-        assert kept < 0.2
-    said, kept = learned("both", ewc_lambda=0.01, replay_ratio=1.0)
+        assert least < 0.6
+    said, least = learned("both", ewc_lambda=0.1, replay_ratio=1.0)
     assert not said
-    assert kept > 0.9
+    assert least > 0.9
     assert not learned("domains", vectors([[0, 1], [0, 1]]), ewc_lambda=1.0)[0]
 
 

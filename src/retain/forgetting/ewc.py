@@ -125,6 +125,7 @@ def ewc(settings: EwcSpec) -> Method:
 
     def pull_(params: Mapping[str, nn.Parameter], state: EwcState, sizes: Mapping[str, float]) -> None:
         if state.strength > 0:
+            _place_(state, params, settings)
             terms = [([p, A, m], _inverse(state.strength * sizes[name])) for name, p, A, m in _protected(params, state)]
             quadratic.pull_(terms, compiled=settings.compile)
 
@@ -143,6 +144,7 @@ def ewc(settings: EwcSpec) -> Method:
     def add_grad_(ctx: StepContext, state: EwcState) -> None:
         """Without a gradient, a parameter takes no part in this step."""
         if state.strength > 0:
+            _place_(state, ctx.params, settings)
             held = _protected(ctx.params, state)
             terms = [([p.grad, p, A, m], state.strength) for _, p, A, m in held if p.grad is not None]
             quadratic.push_(terms, compiled=settings.compile)
@@ -302,6 +304,13 @@ def _fit_(state: EwcState, params: Mapping[str, nn.Parameter], settings: EwcSpec
 def _dtype(param: Tensor, settings: EwcSpec) -> torch.dtype:
     """Of the importance."""
     return torch.bfloat16 if settings.importance_dtype == "bf16" else torch.promote_types(param.dtype, torch.float32)
+
+
+def _place_(state: EwcState, params: Mapping[str, nn.Parameter], settings: EwcSpec) -> None:
+    """Bring the state where it belongs: read from a file in the middle of a task, it lies on the host."""
+    name = next(iter(state.A), None)
+    if name is not None and name in params and settings.storage == "device" and state.A[name].device != params[name].device:
+        _fit_(state, params, settings)
 
 
 def _placed(tensor: Tensor, param: Tensor, settings: EwcSpec) -> Tensor:

@@ -213,10 +213,14 @@ def _scale(seeds: Tensor, dtype: torch.dtype) -> float:
 
 
 def _sums_for_(fisher: Fisher, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> None:
+    """Make room for these names; sums that were read from a file follow the parameters to their device."""
     for name in names:
-        if name not in fisher.sums:
-            dtype = torch.promote_types(params[name].dtype, torch.float32)
-            fisher.sums[name] = torch.zeros(params[name].shape, dtype=dtype, device=params[name].device)
+        param, sums = params[name], fisher.sums.get(name)
+        if sums is None:
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            fisher.sums[name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+        elif sums.device != param.device:
+            fisher.sums[name] = sums.to(param.device)
 
 
 def _dtype(params: Mapping[str, nn.Parameter]) -> torch.dtype:
