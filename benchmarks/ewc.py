@@ -1,8 +1,9 @@
 """What EWC costs: a training step with it beside a plain loop, its arithmetic alone beside the bandwidth floor, and its bytes.
 
 The step is `retain.step.train_step` on L (MLP 784-2000-2000-10, SGD, batch 32), the plain loop what a user would write, on the same
-rows in the same process. The floor is a loop in C, compiled here, that does the same arithmetic and reads every tensor once, over
-109 million fp32 parameters in the shapes of BERT-base's 197 tensors.
+rows in the same process. The proximal form pulls at every fourth step, the other two act at every one. The floor is a loop in C,
+compiled here, that does the same arithmetic and reads every tensor once, over 109 million fp32 parameters in the shapes of
+BERT-base's 197 tensors.
 
 Run: python benchmarks/ewc.py [--json] [--rounds 7]     (one thread, CPU time, interleaved, median of the ratios; 3 GB of memory)
 """
@@ -37,7 +38,7 @@ from retain.seams import Batch, Method, StepContext
 from retain.spec import EwcSpec
 from retain.step import CLASSIFICATION, Job, train_step
 
-STEPS, BATCH, ROWS, LR = 30, 32, 3200, 0.05
+STEPS, BATCH, ROWS, LR = 32, 32, 3200, 0.05
 
 FLOOR = """
 extern "C" void pull(float* p, const float* A, const float* m, float c, long n) {
@@ -95,10 +96,10 @@ def plain_steps(after: Callable[[], object] = lambda: None, model: nn.Module | N
 
 
 def plain_and_floor() -> Callable[[], float]:
-    """Plain steps, each with the least that the proximal form can cost behind it; without a C compiler, plain steps."""
+    """Plain steps, each with the least that a pull can cost behind it; without a C compiler, plain steps."""
     model = make_model()
     params = [param.detach() for param in model.parameters()]
-    floor = floor_of("proximal", [([p, torch.rand_like(p), torch.randn_like(p)], 0.5) for p in params])
+    floor = floor_of("pull", [([p, torch.rand_like(p), torch.randn_like(p)], 0.5) for p in params])
     return plain_steps(model=model) if floor is None else plain_steps(floor, model)
 
 
@@ -144,7 +145,7 @@ def bert_shapes() -> list[tuple[int, ...]]:
     return [(30522, 768), (512, 768), (2, 768), (768,), (768,), *(block * 12)]
 
 
-def floor_of(form: str, jobs: list) -> Callable[[], object] | None:
+def floor_of(form: str, terms: list) -> Callable[[], object] | None:
     """A loop in C over these tensors; None without a compiler."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -154,13 +155,13 @@ def floor_of(form: str, jobs: list) -> Callable[[], object] | None:
         source.write_text(FLOOR)
         subprocess.run([compiler, "-O3", "-march=native", "-shared", "-fPIC", str(source), "-o", str(target)], check=True)
         library = ctypes.CDLL(str(target))
-    kernel = library.pull if form == "proximal" else library.push
+    kernel = getattr(library, form)
     calls = [
         [*(ctypes.c_void_p(t.data_ptr()) for t in each), ctypes.c_float(factor), ctypes.c_long(each[0].numel())]
-        for each, factor in jobs
+        for each, factor in terms
     ]
 
-    def run(alive: list = jobs) -> None:  # the calls hold addresses only
+    def run(alive: list = terms) -> None:  # the calls hold addresses only
         for call in calls:
             kernel(*call)
 
@@ -181,14 +182,14 @@ def arithmetic(form: str, rounds: int) -> tuple[dict[str, list[float]], float]:
     params = [torch.randn(shape) for shape in bert_shapes()]
     importance, anchors = [torch.rand_like(p) for p in params], [torch.randn_like(p) for p in params]
     tensors = list(zip(params, importance, anchors, strict=True))
-    if form == "explicit":
+    if form == "push":
         tensors = [(torch.zeros_like(p), p, A, m) for p, A, m in tensors]
-    run_ = quadratic.pull_ if form == "proximal" else quadratic.push_
-    jobs = [(list(each), 0.5 if form == "proximal" else 1e-6) for each in tensors]
-    if (floor := floor_of(form, jobs)) is None:
+    run_ = quadratic.pull_ if form == "pull" else quadratic.push_
+    terms = [(list(each), 0.5 if form == "pull" else 1e-6) for each in tensors]
+    if (floor := floor_of(form, terms)) is None:
         return {}, 0.0
     timer = Timed(timed(floor), rounds)
-    cases = {"blocked": timed(lambda: run_(jobs)), "compiled": timed(lambda: run_(jobs, compiled=True))}
+    cases = {"blocked": timed(lambda: run_(terms)), "compiled": timed(lambda: run_(terms, compiled=True))}
     return timer.ratios(cases), statistics.median(timer.references)
 
 
@@ -239,11 +240,13 @@ def main() -> None:
             print(f"{name:58} {value:7.3f} {spread:16} {verdict}", flush=True)
 
     steps = {
-        "plain step and the floor of the proximal form, L": (plain_and_floor(), None),
+        "plain step and the floor of a pull, L": (plain_and_floor(), None),
         "train_step without a method, L": (ewc_steps(0), None),
         "EWC proximal, one earlier task, L": (ewc_steps(1), 1.7),
         "EWC proximal, five earlier tasks, L": (ewc_steps(5), 1.7),
         "EWC proximal, compiled, L": (ewc_steps(1, compile=True), 1.35),
+        "EWC implicit (a pull at every step), L": (ewc_steps(1, form="implicit"), 1.7),
+        "EWC implicit, compiled, L": (ewc_steps(1, form="implicit", compile=True), 1.35),
         "EWC explicit, one earlier task, L": (ewc_steps(1, form="explicit", **{"lambda": 0.01}), 1.7),
         "EWC explicit, compiled, L": (ewc_steps(1, form="explicit", compile=True, **{"lambda": 0.01}), 1.35),
     }
@@ -253,14 +256,14 @@ def main() -> None:
     for name, values in ratios.items():
         add(name, statistics.median(values), steps[name][1], values)
     del steps, timer
-    for form in ("proximal", "explicit"):
+    for form, of in (("pull", "proximal, implicit"), ("push", "explicit")):
         ratios, floor = arithmetic(form, arguments.rounds)
-        add(f"floor of the {form} form, 109 M parameters, ms", floor * 1e3, None)
+        add(f"floor of a {form} ({of}), 109 M parameters, ms", floor * 1e3, None)
         for name, values in ratios.items():
-            add(f"{form} form alone, {name}, over the floor", statistics.median(values), 1.3 if name == "blocked" else 1.05, values)
+            add(f"{form} alone, {name}, over the floor", statistics.median(values), 1.3 if name == "blocked" else 1.05, values)
     for form in ("proximal", "explicit"):
         for dtype, bar in (("fp32", 8), ("bf16", 6)):
-            peak, state = bytes_per_parameter(form=form, importance_dtype=dtype)
+            peak, state = bytes_per_parameter(form=form, importance_dtype=dtype, **({"every": 1} if form == "proximal" else {}))
             add(f"extra peak of a step, {form}, {dtype}, bytes a parameter", peak, 0.1)
             add(f"state, {form}, {dtype}, bytes a parameter", state, bar)
     if arguments.json:

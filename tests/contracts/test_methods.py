@@ -1,4 +1,4 @@
-"""The contract that every method keeps. A new method is one more row of METHODS.
+"""The contract that every method keeps, in the trainer; `test_steps.py` has what holds in every step.
 
 The reference is a plain PyTorch loop that calls the method's functions itself.
 """
@@ -11,73 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from retain.data.task import Rows, Stream, Task
 from retain.forgetting import build
 from retain.params import derive, pack, unpack_
 from retain.seams import StepContext
-from retain.spec import RunSpec
 from retain.step import CLASSIFICATION
-from retain.training import loop
-from tests.kit import Killed, killed_after, weights_of
-
-METHODS = {
-    "naive": [],
-    "replay": [{"replay": {"ratio": 0.7, "capacity": 24}}],
-    "replay, reservoir, every row alike": [{"replay": {"ratio": 0.7, "capacity": 24, "policy": "reservoir", "weighting": "rows"}}],
-    "replay, ring, class-balanced draws": [{"replay": {"ratio": 1.5, "capacity": 24, "policy": "ring", "draw": "class-balanced"}}],
-    "ewc": [{"ewc": {"lambda": 20.0}}],
-    "ewc, explicit, of sampled labels": [{"ewc": {"lambda": 0.5, "form": "explicit", "fisher": "sampled", "samples": 30}}],
-    "ewc, in bf16 on the host": [{"ewc": {"lambda": 20.0, "importance_dtype": "bf16", "storage": "host"}}],
-    "ewc, online, refreshed": [{"ewc": {"tasks": "online", "decay": 0.9, "refresh": 0.2}}],
-    "ewc and replay": [{"ewc": {"lambda": 5.0, "tasks": "online"}}, {"replay": {"ratio": 0.7, "capacity": 24}}],
-}
-
-SCENARIOS = {
-    "class-incremental": ([[0, 1], [2, 3], [4, 5]], "auto"),
-    "domain-incremental": ([[0, 1], [0, 1], [0, 1]], "auto"),
-    "task-incremental": ([[0, 1], [2, 3, 4], [0, 5]], "per-task"),
-}
-
-every_method = pytest.mark.parametrize("methods", METHODS.values(), ids=METHODS.keys())
-every_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
-
-
-def make_stream(scenario: str, rows: int = 43) -> Stream:
-    """Three small tasks of vectors around their class's centre."""
-    groups, head = SCENARIOS[scenario]
-    made = torch.Generator().manual_seed(5)
-    centres = torch.randn(6, 5, generator=made) * 2
-    tasks = []
-    for number, group in enumerate(groups):
-        parts = []
-        for count in (rows, 0, 12):
-            local = torch.arange(count) % len(group)
-            labels = torch.tensor(group)[local]
-            x = centres[labels] + torch.randn(count, 5, generator=made)
-            parts.append(Rows({"x": x}, local if head == "per-task" else labels))
-        tasks.append(Task(f"t{number}", *parts, classes=group))
-    names = [str(c) for c in sorted({c for group in groups for c in group})]
-    return Stream(tasks, names, "vector", (5,), scenario)
-
-
-def make_spec(scenario: str, methods: list, **training) -> RunSpec:
-    settings = {"batch_size": 8, "epochs": 2, "optimizer": "AdamW(lr=1e-2)", "max_norm": 1.0, "methods": methods, **training}
-    model = {"mlp": {"hidden": [12], "dropout": training.pop("dropout", 0.0)}, "head": SCENARIOS[scenario][1]}
-    settings.pop("dropout", None)
-    return RunSpec.parse({"model": model, "training_params": settings, "checkpoint": {"every_steps": 4}})
-
-
-def run(path, scenario, methods, **training):
-    stream = make_stream(scenario)
-    loop.train(make_spec(scenario, methods, **training), path, stream=stream)
-    return weights_of(path)
+from tests.contracts.table import ROWS, every_method, every_scenario, make_spec, make_stream, run
+from tests.kit import Killed, killed_after
 
 
 @every_method
 @every_scenario
 def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenario):
     """Nothing but torch and the method's own functions, in the order of the seams."""
-    stream, spec = make_stream(scenario), make_spec(scenario, methods)
+    stream, spec = make_stream(scenario), make_spec(methods, scenario)
     per_task = scenario == "task-incremental"
     bundle = build(spec.methods)
     model = _Reference(stream, spec, per_task)
@@ -98,9 +44,9 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
         extra = {"task": number} if per_task else {}
         step = 0
         for epoch in range(2):
-            order = torch.randperm(43, generator=torch.Generator().manual_seed(derive("rows", 0, number, epoch)))
+            order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(derive("rows", 0, number, epoch)))
             for place, index in enumerate(order.split(8)):
-                ctx = base._replace(step=step, rows=43 * epoch + 8 * place, total_rows=86, key=derive("step", 0, number))
+                ctx = base._replace(step=step, rows=ROWS * epoch + 8 * place, total_rows=2 * ROWS, key=derive("step", 0, number))
                 batch = _batch(task, index, number, extra, per_task)
                 for method, state in zip(bundle, states, strict=True):
                     if method.mix:
@@ -124,15 +70,15 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
                     if method.project_:
                         method.project_(params, state, dict.fromkeys(params, 1e-2))
                 step += 1
-        ctx = base._replace(key=derive("consolidate", 0, number), rows=0, total_rows=43)
+        ctx = base._replace(key=derive("consolidate", 0, number), rows=0, total_rows=ROWS)
         for method, state in zip(bundle, states, strict=True):
             if method.consolidate_batch:
-                method.consolidate_batch(ctx._replace(batch=_batch(task, torch.arange(43), number, extra, per_task)), state)
+                method.consolidate_batch(ctx._replace(batch=_batch(task, torch.arange(ROWS), number, extra, per_task)), state)
             if method.consolidate:
                 method.consolidate(ctx, state)
         moments = model.moments(optimizer)
     expected = {name: param.detach() for name, param in model.params().items()}
-    found = run(tmp_path / "run", scenario, methods)
+    found = run(tmp_path / "run", methods, scenario)
     assert expected.keys() == found.keys()
     for name in expected:
         assert torch.allclose(found[name], expected[name], atol=2e-6), name
@@ -140,29 +86,29 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
 
 @every_method
 @every_scenario
-@pytest.mark.parametrize("limit", [5, 1])
-def test_micro_batches_change_nothing(tmp_path, methods, scenario, limit):
-    whole = run(tmp_path / "whole", scenario, methods, precision="fp64")
-    parts = run(tmp_path / "parts", scenario, methods, precision="fp64", memory={"micro_batch": limit})
-    assert max((whole[name] - parts[name]).abs().max() for name in whole) < 1e-9
+def test_micro_batches_change_nothing(tmp_path, methods, scenario):
+    whole = run(tmp_path / "whole", methods, scenario, precision="fp64")
+    for limit in (5, 1):
+        parts = run(tmp_path / str(limit), methods, scenario, precision="fp64", memory={"micro_batch": limit})
+        assert max((whole[name] - parts[name]).abs().max() for name in whole) < 1e-9
 
 
 @every_method
 @every_scenario
 def test_killed_and_resumed_ends_with_the_same_bits(tmp_path, methods, scenario):
-    settings = {"dropout": 0.3, "precision": "amp_fp16"}
-    undisturbed = run(tmp_path / "undisturbed", scenario, methods, **settings)
-    for after in (6, 17, 29):
-        path = tmp_path / f"killed{after}"
+    """Once in every task, and between two pulls of EWC: its checkpoints are after steps 3 and 6, and a pull is every 4."""
+    settings = {"scenario": scenario, "dropout": 0.3, "precision": "amp_fp16", "every_steps": 3}
+    undisturbed = run(tmp_path / "undisturbed", methods, **settings)
+    for after in (4, 12, 7):  # in step 4 of the first task, 7 of the second, 5 of the third
         with pytest.raises(Killed), killed_after(steps=after):
-            run(path, scenario, methods, **settings)
-        resumed = run(path, scenario, methods, **settings)
-        assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
+            run(tmp_path / "killed", methods, **settings)
+    resumed = run(tmp_path / "killed", methods, **settings)
+    assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
 
 
 @every_method
 def test_states_survive_a_file_and_declare_their_bytes(methods):
-    stream, spec = make_stream("class-incremental"), make_spec("class-incremental", methods)
+    stream, spec = make_stream(), make_spec(methods)
     for method in build(spec.methods):
         model = torch.nn.ModuleDict({"layer": torch.nn.Linear(5, 6)})
         model.forward = lambda x: model["layer"](x)
@@ -185,7 +131,7 @@ def test_states_survive_a_file_and_declare_their_bytes(methods):
 
 @every_method
 def test_a_run_is_a_function_of_its_seed(tmp_path, methods):
-    first, again, other = (run(tmp_path / str(n), "class-incremental", methods, seed=seed) for n, seed in enumerate((3, 3, 4)))
+    first, again, other = (run(tmp_path / str(n), methods, seed=seed) for n, seed in enumerate((3, 3, 4)))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 

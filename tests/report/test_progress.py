@@ -247,3 +247,14 @@ def test_real_runs(tmp_path, terminal):
     screen = console(80, terminal)
     train(spec, tmp_path / "run", listener=TerminalProgress(screen))
     assert lines_of(screen) == ["3 tasks (0 to 2), 3 learned, domain-incremental, 2 classes, 0 steps to go"]
+
+
+def test_a_look_back_at_a_task_is_shown_and_ends_with_the_next_one():
+    view = TerminalProgress(console(120))
+    play(view, ["0-1", "2-3"], stop=1)
+    view("consolidating", {"rows": 512, "of": 2000})
+    assert "looking back, row  512/2000" in view._live_line(120).plain
+    assert "512/2000" in view._live_line(40).plain
+    view("task", {"number": 1, "task": SimpleNamespace(name="2-3"), "steps": 10, "step": 0})
+    assert "step  0/10" in view._live_line(120).plain
+    view.close()

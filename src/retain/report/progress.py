@@ -47,7 +47,7 @@ class TerminalProgress:
         self.digits = self.name_cells = 1
         self.rows: list[Sequence[float | None]] = []
         self.higher_is_better = True
-        self.number, self.name, self.step, self.steps = 0, "", 0, 0
+        self.number, self.name, self.what, self.step, self.steps = 0, "", "step", 0, 0
         self.heard: list[Part] = []
         self.began = time.monotonic()
 
@@ -91,7 +91,7 @@ class TerminalProgress:
         self.console.print(Text(", ".join([*state, f"{steps:,} steps to go"])), soft_wrap=not self.console.is_terminal)
 
     def _task(self, number: int, task: Any, steps: int, step: int) -> None:
-        self.number, self.name, self.step, self.steps = number, clean(task.name), step, steps
+        self.number, self.name, self.what, self.step, self.steps = number, clean(task.name), "step", step, steps
         self.known, self.left, self.heard = steps - step, self.left - step, []
         if self.live is None and self.console.is_terminal:
             self.live = Live(self, console=self.console, transient=True, auto_refresh=False)
@@ -125,6 +125,10 @@ class TerminalProgress:
         head, width, free = f"task {number:>{self.digits}}", self.console.width, not self.console.is_terminal
         self._print(_line([(head, head)], clean(task.name), self.name_cells, parts, width, free=free))
 
+    def _consolidating(self, rows: int, of: int) -> None:
+        self.what, self.step, self.steps, self.heard = "looking back, row", rows, of, []
+        self._draw()
+
     def _done(self, summary: dict[str, Any]) -> None:
         self.close()
 
@@ -154,7 +158,7 @@ class TerminalProgress:
     def _live_line(self, width: int) -> Text:
         count = f"{self.step:>{len(str(self.steps))}}/{self.steps}"
         head = f"task {self.number} ({self.number + 1} of {self.tasks})", f"task {self.number} ({self.number + 1}/{self.tasks})"
-        parts = [(f"step {count}", count), *self.heard]
+        parts = [(f"{self.what} {count}", count), *self.heard]
         wide = width >= WIDE
         line = _line([head], self.name, 0, parts, width - (BAR_CELLS[0] + len(GAP)) * wide, short=not wide)
         room = min(width - line.cell_len - len(GAP), BAR_CELLS[1])

@@ -50,7 +50,7 @@ from retain.training.summary import summarize, to_json, versions
 
 NO_METHOD = (
     "No method against forgetting is configured, so earlier tasks will be forgotten. "
-    "training_params.regularization: {replay_ratio: 1.0, replay_capacity: 2000} keeps rows of them."
+    "training_params.regularization: {replay_ratio: 1.0, replay_capacity: 2000} keeps rows of them; {ewc_lambda: 40.0} holds weights."
 )
 CANNOT_HELP = (
     "{} cannot keep old classes apart from new ones that share their head (class-incremental): without rows of both, nothing says "
@@ -362,7 +362,7 @@ def _consolidate(training: Training, task: Task, batches: TaskBatches, progress:
         total_rows=len(task.train),
         micro_batch=min(job.micro_batch or spec.batch_size, spec.batch_size),
     )
-    began = saved = time.monotonic()
+    began = saved = heard = time.monotonic()
     carried = progress.seconds
     takers = [(method, state) for method, state in job.methods if method.consolidate_batch is not None]
     for position, batch in enumerate(batches.in_order(spec.eval_batch_size) if takers else ()):
@@ -374,6 +374,10 @@ def _consolidate(training: Training, task: Task, batches: TaskBatches, progress:
         progress.consolidated = position + 1
         now, asked = time.monotonic(), training.stop.signal is not None
         progress.seconds = carried + now - began
+        if now >= heard + TICK_SECONDS:
+            rows = min(progress.consolidated * spec.eval_batch_size, len(task.train))
+            training.listener("consolidating", {"rows": rows, "of": len(task.train)})
+            heard = now
         every = checkpoint.every_steps is not None and progress.consolidated % checkpoint.every_steps == 0
         if asked or every or now - saved >= checkpoint.every_seconds:
             _save_partial(training, task, progress)
