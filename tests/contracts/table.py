@@ -1,4 +1,4 @@
-"""The table that every method enters, the small tasks that it learns, and training as a plain loop. A new method is one more row."""
+"""The table that every method enters, small tasks, and training as a plain loop. A new method is one more row of METHODS."""
 
 from __future__ import annotations
 

@@ -316,11 +316,12 @@ def test_a_large_model_is_measured_by_a_sample():
     method, state = make(form="proximal", every=1)
     params = {"large": nn.Parameter(torch.zeros(300, 1000)), "small": nn.Parameter(torch.zeros(7))}
     consolidate(method, state, params, {name: torch.ones_like(param) for name, param in params.items()})
-    assert 2**14 <= len(state.pace.before) < 2**15
+    assert 2**12 <= len(state.pace.before) < 2**13
+    assert method.nbytes(state) == 8 * 300_007 + 4 * len(state.pace.before)
     with torch.no_grad():
         params["large"] += 0.25
     method.project_(params, state, {})
-    assert state.pace.mean == pytest.approx(0.1 * 0.25, rel=1e-3)
+    assert state.pace.mean == pytest.approx(0.1 * 0.25, rel=1e-2)
 
 
 # --- the implicit form ------------------------------------------------------------------------------------------------
