@@ -138,7 +138,7 @@ def item_shares(losses: Tensor, weights: Tensor | None, items: int | Tensor) -> 
     """
     if weights is None:
         return torch.full_like(losses, 1 / items) if isinstance(items, int) else torch.ones_like(losses) / items
-    shares = (weights / items).to(losses.dtype)
+    shares = weights.to(losses.dtype) / items
     return shares if losses.ndim == 1 else shares[:, None].expand_as(losses)
 
 

@@ -130,11 +130,12 @@ def plain_step(job: Job, batch: Batch, ctx: StepContext, sizes: dict[str, float]
     with ctx.autocast():
         logits = job.model(**inputs)
     losses = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.targets, reduction="none")
-    parts, shares = [losses], [(torch.ones(len(batch)) if batch.weights is None else batch.weights) / len(batch)]
+    weights = torch.ones_like(losses) if batch.weights is None else batch.weights
+    parts, shares = [losses], [weights.to(losses.dtype) / len(batch)]
     for method, state in job.methods:
         if method.penalty:
             parts.append(method.penalty(ctx._replace(batch=batch, outputs=logits), state))
-            shares.append(torch.ones(()) / len(batch))
+            shares.append(torch.ones_like(parts[-1]) / len(batch))
     torch.autograd.backward(parts, [share.to(part.dtype) * scale for part, share in zip(parts, shares, strict=True)])
     for param in params:
         if param.grad is not None:
@@ -143,7 +144,7 @@ def plain_step(job: Job, batch: Batch, ctx: StepContext, sizes: dict[str, float]
         for method, state in job.methods:
             if getattr(method, seam):
                 getattr(method, seam)(ctx._replace(batch=batch), state)
-    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    torch.nn.utils.clip_grad_norm_(params, job.max_norm)
     job.optimizer.step()
     for method, state in job.methods:
         if method.project_:

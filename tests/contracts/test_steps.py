@@ -11,20 +11,21 @@ import pytest
 import torch
 
 from retain.memory.optimizer import optimizer_tensors
-from retain.params import nbytes, pack
+from retain.params import pack
 from retain.step import CLASSIFICATION, train_step
 from tests.contracts.table import HUGE, difference, every_method, learn, make_spec, make_stream, moved, plain_step
 
-OVERFLOW = 1, 3
-"""Task and step, from 0: with `every: 4`, where the pull would be."""
+OVERFLOWS = [(0, 0), (1, 3)]
+"""Task and step, from 0: the first of all, which a momentum must survive, and with `every: 4` where a pull would be."""
 
 
 def everything(job):
-    """Bitwise copies of weights, states of the methods and of the optimizer."""
+    """Bitwise copies of weights, of the methods' states, and of what in the optimizer's is not zero."""
     packed = [pack(state) for _, state in job.methods]
     tensors = {f"{number}/{name}": tensor for number, (found, _) in enumerate(packed) for name, tensor in found.items()}
     tensors |= {f"weight/{name}": tensor for name, tensor in job.model.state_dict().items()}
-    tensors |= {f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(job.optimizer, job.params).items()}
+    moments = optimizer_tensors(job.optimizer, job.params).items()
+    tensors |= {f"optimizer/{name}": tensor for name, tensor in moments if tensor.any()}
     return {name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy([tree for _, tree in packed])
 
 
@@ -34,8 +35,12 @@ def same(first, second):
     return all(torch.equal(tensor, second[0][name]) for name, tensor in first[0].items())
 
 
+ADAPTIVE = ["AdamW(lr=1e-2, fused=True)", "AdamW(lr=1e-2, foreach=True)"]
+MOMENTUM = ["SGD(lr=0.1, momentum=0.9)", "SGD(lr=0.1, momentum=0.9, fused=True)"]
+
+
 @every_method
-@pytest.mark.parametrize("optimizer", ["AdamW(lr=1e-2, fused=True)", "AdamW(lr=1e-2, foreach=True)", "SGD(lr=0.1, momentum=0.9)"])
+@pytest.mark.parametrize("optimizer", ADAPTIVE + MOMENTUM)
 def test_an_overflow_changes_nothing_and_the_rest_is_as_if_the_step_were_left_out(methods, optimizer):
     """Weights, optimizer and methods stay bitwise the same in it; the loss scale is a power of two, so the end is bitwise too."""
     spec, stream, skipped = make_spec(methods, optimizer=optimizer, precision="amp_fp16"), make_stream(), []
@@ -44,7 +49,7 @@ def test_an_overflow_changes_nothing_and_the_rest_is_as_if_the_step_were_left_ou
         if (ctx.task, ctx.step) == (0, 0):
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=10**6)
             job.precision = job.precision._replace(scaler=scaler)
-        here = (ctx.task, ctx.step) == OVERFLOW
+        here = (ctx.task, ctx.step) in OVERFLOWS
         job.objective = HUGE if here else CLASSIFICATION
         before = everything(job)
         if train_step(job, batch, ctx, sizes).skipped:
@@ -52,11 +57,11 @@ def test_an_overflow_changes_nothing_and_the_rest_is_as_if_the_step_were_left_ou
         assert same(before, everything(job)) == here
 
     def left_out(job, batch, ctx, sizes):
-        if (ctx.task, ctx.step) != OVERFLOW:
-            plain_step(job, batch, ctx, sizes, 256.0 if (ctx.task, ctx.step) < OVERFLOW else 128.0)
+        if (ctx.task, ctx.step) not in OVERFLOWS:
+            plain_step(job, batch, ctx, sizes, scale=128.0 if (ctx.task, ctx.step) < OVERFLOWS[1] else 64.0)
 
     assert difference(learn(spec, stream, overflowing), learn(spec, stream, left_out)) == 0
-    assert skipped == [OVERFLOW]
+    assert skipped == OVERFLOWS
 
 
 @every_method
@@ -112,8 +117,8 @@ def test_a_tied_weight_counts_once(methods):
     )
     assert difference(tied, once) < 1e-5 and tied.model.body.two.weight is tied.model.body.one.weight
     assert state_bytes(tied) == state_bytes(once) and state_names(tied) == state_names(once)
-    if all(hasattr(state, "A") for _, state in tied.methods):
-        assert state_bytes(tied) == [2 * nbytes(tied.params.values()) for _ in tied.methods] or "bf16" in str(methods)
+    for state in (state for _, state in tied.methods if hasattr(state, "A")):
+        assert state.A.keys() == state.m.keys() == tied.params.keys()
 
 
 @every_method
@@ -157,7 +162,10 @@ def test_growth_keeps_old_rows_and_leaves_new_ones_free(methods):
 
 @every_method
 def test_heads_of_tasks_without_rows_stay_bitwise_the_same(methods):
-    """Without rows since the task began: those of earlier tasks where nothing is replayed, and each until its first row is."""
+    """Without rows since the task began: those of earlier tasks where nothing is replayed, and each until its first row is.
+
+    Unless an anchor lies elsewhere: `refresh` leaves it behind the weights.
+    """
     seen, kept, rested = set(), {}, 0
 
     def spied(mix):
@@ -168,6 +176,11 @@ def test_heads_of_tasks_without_rows_stay_bitwise_the_same(methods):
             return batch
 
         return seam
+
+    def rests(job, number):
+        anchors = [getattr(state, "m", {}) for _, state in job.methods]
+        names = {f"head.heads.{number}.{name}": tensor for name, tensor in kept[number].items()}
+        return all(torch.equal(m[name], tensor) for m in anchors for name, tensor in names.items() if name in m)
 
     def watched(job, batch, ctx, sizes):
         nonlocal rested
@@ -181,9 +194,12 @@ def test_heads_of_tasks_without_rows_stay_bitwise_the_same(methods):
         job.methods = methods
         for number, head in enumerate(job.model.head.heads):
             unchanged = same((kept[number], 0), (head.state_dict(), 0))
-            assert unchanged == (number not in seen)
-            rested += unchanged
+            if number in seen:
+                assert not unchanged
+            elif rests(job, number):
+                assert unchanged
+                rested += 1
 
     job = learn(make_spec(methods, "task-incremental"), make_stream("task-incremental"), watched)
-    if not any(method.mix for method, _ in job.methods):
+    if not any(method.mix or method.observe for method, _ in job.methods):
         assert rested == 8 * (0 + 1 + 2)  # steps of a task x heads before its own

@@ -937,24 +937,37 @@ def test_refreshing_decays_once_per_task(share, monkeypatch):
 
 
 def test_refreshed_anchors_are_weighed_means_of_where_the_weights_were(monkeypatch):
-    """Against windows kept apart: A = sum_k w_k F_k, m = sum_k w_k F_k theta_k / A, four windows of a first task."""
+    """Against windows kept apart: A = sum_k w_k F_k, m = sum_k w_k F_k theta_k / A; at the task's end m are its weights."""
     method, state = make(tasks="online", refresh=0.25, normalize=False)
     params = make_params(torch.float64, {"small": (7, 5)})
     fishers = [make_fisher(params, k)["small"] for k in range(4)]
     total, weighed = torch.zeros(7, 5, dtype=torch.float64), torch.zeros(7, 5, dtype=torch.float64)
     for window in range(4):
         looked_at(monkeypatch, {"small": fishers[window]})
-        if window < 3:
-            refresh_task(method, state, params, first=5 * window, stop=5 * (window + 1))
-        else:
-            refresh_task(method, state, params, first=15)
-        theta = params["small"].detach().clone()  # a window is folded where the next one begins, with the weights of that moment
-        total += 0.25 * fishers[window]
-        weighed += 0.25 * fishers[window] * theta
+        refresh_task(method, state, params, first=5 * window, stop=5 * (window + 1))
+        if window < 3:  # it is folded where the next one begins, with the weights of that moment
+            total += 0.25 * fishers[window]
+            weighed += 0.25 * fishers[window] * params["small"].detach()
     held = total > 0
     assert torch.allclose(state.A["small"], total, rtol=1e-12)
     assert torch.allclose(state.m["small"][held], (weighed / total)[held], rtol=1e-12)
-    assert torch.equal(state.m["small"][~held], params["small"][~held])
+    method.consolidate(context(params), state)
+    assert torch.allclose(state.A["small"], total + 0.25 * fishers[3], rtol=1e-12)
+    assert torch.equal(state.m["small"], params["small"])
+
+
+def test_short_windows_do_not_put_the_pull_off_for_ever(monkeypatch):
+    """Two steps between folds and four between pulls."""
+    method, state = make(tasks="online", refresh=0.1, form="proximal", every=4)
+    params = make_params(torch.float64, {"small": (7, 5)})
+    looked_at(monkeypatch, make_fisher(params, 1))
+    refresh_task(method, state, params)
+    pulls = []
+    for step in range(20):
+        refresh_task(method, state, params, task=1, first=step, stop=step + 1)
+        method.project_(params, state, {})
+        pulls.append(state.pace.waited == 0)
+    assert pulls == [False, False, False, True] * 5
 
 
 @pytest.mark.parametrize("samples", [None, 40, 16])

@@ -162,7 +162,7 @@ def ewc(settings: EwcSpec) -> Method:
             share = ctx.rows / ctx.total_rows
             due *= share
         passed, before = (math.floor(part / settings.refresh + 1e-9) for part in (share, state.folded))
-        if passed > before and _fold_(state, ctx.params, settings, share - state.folded):
+        if passed > before and _fold_(state, ctx.params, settings, share - state.folded, end=False):
             state.folded = share
         if state.fisher.rows == 0 or state.looked <= due:
             look(ctx, state, ctx.batch, derive("fisher", ctx.key, ctx.step))
@@ -175,12 +175,13 @@ def ewc(settings: EwcSpec) -> Method:
 
     def consolidate(ctx: StepContext, state: EwcState) -> None:
         """Fold in the task, or what is left of it."""
-        if _fold_(state, ctx.params, settings, 1.0 - state.folded) or state.folded > 0:
+        if _fold_(state, ctx.params, settings, 1.0 - state.folded, end=True) or state.folded > 0:
             state.tasks += 1
         else:
             text = "EWC: the Fisher information of task %d is zero everywhere, so nothing of it is protected. %s"
             LOG.warning(text, ctx.task, "The outputs do not depend on the weights, or the model is certain of every label.")
         state.fisher, state.folded, state.looked = Fisher(), 0.0, 0
+        _set_out_(ctx.params, state, settings)
 
     return Method(
         name="ewc",
@@ -328,14 +329,17 @@ def _placed(tensor: Tensor, param: Tensor, settings: EwcSpec) -> Tensor:
 
 
 @torch.no_grad()
-def _fold_(state: EwcState, params: Mapping[str, nn.Parameter], settings: EwcSpec, weight: float) -> bool:
-    """Fold in the Fisher information gathered so far, with a weight; False, with nothing done, where it is zero everywhere."""
+def _fold_(state: EwcState, params: Mapping[str, nn.Parameter], settings: EwcSpec, weight: float, *, end: bool) -> bool:
+    """Fold in the Fisher information gathered so far, with a weight; False, with nothing done, where it is zero everywhere.
+
+    While a task trains its weights are no anchor yet: the old one moves towards them as far as the new importance weighs.
+    """
     found = information.mean(state.fisher)
     total = sum(float(F.sum(dtype=torch.float64)) for F in found.values())
     if total == 0:
         return False
     scale = weight * (sum(F.numel() for F in found.values()) / total if settings.normalize else 1.0)
-    online, follows = settings.tasks == "online", settings.refresh is not None
+    online = settings.tasks == "online"
     keep = settings.decay**weight if online else 1.0
     for name, F in found.items():
         if name not in state.A:
@@ -350,11 +354,10 @@ def _fold_(state: EwcState, params: Mapping[str, nn.Parameter], settings: EwcSpe
         if not online:
             state.constant += float((theta - anchor).square_().mul_(before).mul_(share).sum(dtype=torch.float64)) / 2
         A.copy_(both)
-        m.copy_(theta if online and not follows else torch.lerp(anchor, theta, share))
+        m.copy_(theta if online and end else torch.lerp(anchor, theta, share))
     if online:
         state.constant = 0.0
     state.fisher = Fisher()
-    _set_out_(params, state, settings)
     return True
 
 

@@ -84,7 +84,7 @@ def replay(settings: ReplaySpec) -> Method:
         count = replayed_rows(ratio, new, new * ctx.step if ctx.rows is None else ctx.rows)
         mixed = Batch(batch.inputs, batch.targets)
         if count:
-            mixed = concatenated(mixed, ahead(state, ctx, math.ceil(ratio * new), count).to(device))
+            mixed = concatenated(mixed, ahead(state, ctx, new, count).to(device))
         if settings.weighting == "classes":
             mixed.weights = weights(new, count, new_share(ctx), ratio, device)
         if batch.weights is not None:
@@ -92,11 +92,14 @@ def replay(settings: ReplaySpec) -> Method:
             mixed.weights = own if mixed.weights is None else own * mixed.weights
         return mixed
 
-    def ahead(state: ReplayState, ctx: StepContext, most: int, count: int) -> Batch:
+    def ahead(state: ReplayState, ctx: StepContext, new: int, count: int) -> Batch:
         """`count` rows for this step, from rows drawn for a few steps at once: a function of key, step and buffer."""
         nonlocal held, number, steps, parts
+        most = math.ceil(state.ratio * new)
         if held != (now := (ctx.key, most, state.buffer.seen, id(state))):
             steps = max(1, BLOCK_BYTES // (most * bytes_per_row(state.buffer.columns["inputs"])))
+            if ctx.total_rows is not None:  # no more than the task has
+                steps = min(steps, -(-ctx.total_rows // new))
             held, number = now, -1
         wanted, place = divmod(ctx.step, steps)
         if number != wanted:
