@@ -8,7 +8,7 @@ D  permuted MNIST, ten tasks of the 20,000 training rows and 10,000 test rows in
 MLP with two hidden layers of 256. Prints a table per stream: mean over the seeds of the average accuracy at the end, its smallest
 and largest, then mean forgetting/plasticity. With --json a line per run instead, which --read takes in place of training.
 
-Run: python benchmarks/ewc_streams.py [--part A B] [--seeds 3]        (one thread; A, B 4 minutes, C 6, D 8)
+Run: python benchmarks/ewc_streams.py [--part A B] [--seeds 3]        (one thread; A, B 3 minutes, C 6, D 9)
      python benchmarks/ewc_streams.py --part C --json > c.jsonl
      python benchmarks/ewc_streams.py --read c.jsonl --plot docs/ewc_lambda.svg        (needs matplotlib)
 """
@@ -124,21 +124,18 @@ def print_tables(found: Sequence[dict[str, Any]]) -> None:
         rows = [each for each in found if (each["part"], each["stream"]) == (letter, name)]
         columns = unique(rows, "optimizer")
         print(f"\n{letter}  {name}, seeds: {len(unique(rows, 'seed'))}; average accuracy (min..max) forgetting/plasticity\n")
-        print(" " * 46 + "".join(f"{column:36}" for column in columns).rstrip())
+        print(" " * 46 + "".join(f"{column:40}" for column in columns).rstrip())
         for settings in unique(rows, "settings"):
             cells = [cell([r for r in rows if (r["settings"], r["optimizer"]) == (settings, column)]) for column in columns]
-            print((f"  {settings:44}" + "".join(f"{each:36}" for each in cells)).rstrip())
+            print((f"  {settings:44}" + "".join(f"{each:40}" for each in cells)).rstrip())
 
 
 def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Average accuracy against lambda: a panel per stream and optimizer, a line per form with its range over the seeds."""
     try:
-        import matplotlib
+        import matplotlib.pyplot as plt
     except ModuleNotFoundError:
         sys.exit("--plot draws with matplotlib, which is not installed: pip install matplotlib, here or where --read is used.")
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     if not (found := [each for each in found if each["part"] == "C"]):
         sys.exit("--plot draws part C, of which there is no run: add --part C, or --read its lines.")
     names, optimizers = unique(found, "stream"), unique(found, "optimizer")
@@ -157,15 +154,16 @@ def plot(found: Sequence[dict[str, Any]], path: Path) -> None:
             fine = {x: values for x, values in points.items() if None not in values}
             lowest, highest = [*map(min, fine.values())], [*map(max, fine.values())]
             axis.fill_between([*fine], lowest, highest, color=color, alpha=0.18, linewidth=0)
-            axis.plot([*fine], [*map(statistics.fmean, fine.values())], color=color, marker=marker, markersize=4, label=form)
+            style = {"color": color, "marker": marker, "markersize": 5, "markeredgewidth": 0, "label": form}
+            axis.plot([*fine], [*map(statistics.fmean, fine.values())], **style)
             if gone := [x for x in points if x not in fine]:
                 axis.plot(gone, [0.04] * len(gone), "x", color=color, transform=axis.get_xaxis_transform(), label="diverged")
         axis.set(title=f"{name}, {optimizer.split(', epochs')[0]}", xscale="log", xlabel="lambda", ylabel="average accuracy")
-        axis.set_xticks([1e-2, 1e0, 1e2, 1e4, 1e6, 1e8])
-        axis.locator_params(axis="y", nbins=4)
-        axis.tick_params(left=False)
+        axis.set_xticks([10.0**power for power in range(-2, 9, 2)], [f"1e{power}" for power in range(-2, 9, 2)])
+        axis.locator_params(axis="y", nbins=6)
+        axis.tick_params(left=False, bottom=False)
         axis.label_outer()
-        axis.grid(axis="y", alpha=0.25)
+        axis.grid(alpha=0.25)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     figure.savefig(path, facecolor="white", metadata={"Date": None} if path.suffix == ".svg" else None)
 

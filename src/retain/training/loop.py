@@ -49,8 +49,8 @@ from retain.training.lineage import (
 from retain.training.summary import summarize, to_json, versions
 
 NO_METHOD = (
-    "No method against forgetting is configured, so earlier tasks will be forgotten. "
-    "training_params.regularization: {replay_ratio: 1.0, replay_capacity: 2000} keeps rows of them; {ewc_lambda: 40.0} holds weights."
+    "No method against forgetting is configured, so earlier tasks will be forgotten. training_params.regularization: "
+    "{replay_ratio: 1.0, replay_capacity: 2000} keeps rows of them, {ewc_lambda: 40.0} holds the weights that they need."
 )
 CANNOT_HELP = (
     "{} cannot keep old classes apart from new ones that share their head (class-incremental): without rows of both, nothing says "
