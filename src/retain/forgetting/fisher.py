@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from retain.forgetting.layers import LEFT, SHARED, precise
-from retain.forgetting.persample import Plan, Unknown, Watch, close, find_sites, leaves
-from retain.params import check_finite, derive, trainable, uniform
-from retain.seams import Batch, Objective
+from retain.forgetting.persample import Plan, Unknown, Watch, close, find_sites, leaves, same_end
+from retain.params import check_finite, derive, generator, trainable, uniform
+from retain.seams import Batch, Objective, concatenated
 
 LOG = logging.getLogger("retain")
 EXACT_AT_MOST = 100
@@ -39,6 +39,8 @@ EXACT_AT_MOST = 100
 HALF_PRECISION_TOP = 8
 """Gradients of fp16 outputs start below 2^8: 2^8 below the largest fp16 number, and 2^32 above the smallest."""
 RETRIES = 8
+LARGEST_EXPONENT = 100
+"""Of the scale: a gradient below 2^-100 is of a model that is certain of everything."""
 SMALL_BYTES = 2**23
 
 Estimator = Literal["auto", "exact", "sampled", "empirical"]
@@ -140,6 +142,10 @@ def add_(
     """
     if not params:
         raise ValueError("The model has no trainable parameters, so it has no Fisher information. Unfreeze some of them.")
+    if name := next((name for name, param in params.items() if param.is_complex()), None):
+        raise ValueError(f"{name} is complex: the Fisher information here is of real parameters. Leave it out of `params`.")
+    model = getattr(model, "_orig_mod", model)  # of torch.compile: one row and another would be compiled apart
+    versions = [value._version for value in batch.inputs.values() if isinstance(value, Tensor)]
     with torch.enable_grad(), evaluating(model, batch.targets.device):
         plan = _plan(model, params, batch, again=False)
         if plan is not None and micro_batch is not None:  # small rows go together, which costs next to no memory
@@ -151,6 +157,8 @@ def add_(
             else:
                 _together_(fisher, model, params, part, labels, watch, logits)
             fisher.rows += len(part)
+    if versions != [value._version for value in batch.inputs.values() if isinstance(value, Tensor)]:
+        raise ValueError("The model changes its inputs in place, so rows would be seen changed. Copy them first: x = x.clone().")
 
 
 def _together_(
@@ -164,9 +172,11 @@ def _together_(
 ) -> None:
     """All rows at once; parameters that are used in unknown ways row by row."""
     seeds = label_gradients(logits, batch, labels, fisher.rows)
-    scale, half = _scale(seeds, logits.dtype), logits.dtype is torch.float16
     left = watch.leave(logits)
     _sums_for_(fisher, params, [region.name for region in watch.plan.uses])
+    if not len(seeds):  # one class, which is certain
+        return
+    scale, half = _scale(seeds, logits.dtype), logits.dtype is torch.float16
     for number, seed in enumerate(seeds):
         last = number == len(seeds) - 1 and not half
         for _ in range(RETRIES):
@@ -194,13 +204,21 @@ def _row_by_row_(fisher: Fisher, model: nn.Module, params: Mapping[str, nn.Param
             continue
         _sums_for_(fisher, params, chosen)
         seeds = label_gradients(logits, one, labels, fisher.rows + row)
-        scale = _scale(seeds, logits.dtype)
-        for number, seed in enumerate(seeds * scale):
-            keep = number < len(seeds) - 1
-            grads = torch.autograd.grad(logits, list(chosen.values()), seed.to(logits.dtype), retain_graph=keep)
-            for name, grad in zip(chosen, grads, strict=True):
-                values = grad.to(fisher.sums[name].dtype)
-                fisher.sums[name].addcmul_(values, values, value=scale**-2)
+        if len(seeds):
+            scale = _scale(seeds, logits.dtype)
+            _add_squares_(fisher.sums, chosen, logits, seeds * scale, scale**-2)
+
+
+def _add_squares_(
+    sums: Mapping[str, Tensor], params: Mapping[str, nn.Parameter], logits: Tensor, seeds: Iterable[Tensor], alpha: float
+) -> None:
+    """Add alpha times the squares of the gradients of a row's logits times each seed."""
+    for seed in seeds:
+        grads = torch.autograd.grad(logits, list(params.values()), seed.to(logits.dtype), retain_graph=True, allow_unused=True)
+        for name, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                values = (grad.to_dense() if grad.is_sparse else grad).to(sums[name].dtype)
+                sums[name].addcmul_(values, values, value=alpha)
 
 
 def _scale(seeds: Tensor, dtype: torch.dtype) -> float:
@@ -209,7 +227,7 @@ def _scale(seeds: Tensor, dtype: torch.dtype) -> float:
     So that the square of a small loss does not vanish, and one multiplied by a power of two takes exactly the same way.
     """
     top = HALF_PRECISION_TOP if dtype is torch.float16 else 0
-    return float(2.0 ** (top - math.frexp(float(seeds.abs().max()))[1]))
+    return float(2.0 ** min(LARGEST_EXPONENT, top - math.frexp(float(seeds.abs().max()))[1]))
 
 
 def _sums_for_(fisher: Fisher, params: Mapping[str, nn.Parameter], names: Iterable[str]) -> None:
@@ -304,7 +322,7 @@ def _minus_label(p: Tensor, targets: Tensor) -> Tensor:
     """The gradient p - e_y of the cross-entropy; 0 where an item counts for nothing."""
     index = targets.unsqueeze(-1)
     grads = p.scatter_add(-1, index.clamp_min(0), -torch.ones_like(index, dtype=p.dtype))
-    return grads if targets.ndim == 1 else grads.masked_fill_(index == -100, 0.0)
+    return grads.masked_fill_(index == -100, 0.0)
 
 
 def _drawn(p: Tensor, targets: Tensor, key: int, first: int) -> Tensor:
@@ -331,7 +349,7 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
     recurrent = [part for part in parts if isinstance(part, nn.RNNBase)] if device.type == "cuda" else []
     modes = [(part, part.training) for part in parts if part.training or part in recurrent]
     dropout = [(part, part.dropout) for part in recurrent]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [(part, name, each, None if each is None else each.clone()) for part in parts for name, each in part._buffers.items()]
     try:
         for part, _ in modes:
             part.training = part in recurrent
@@ -344,15 +362,21 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
         for part, share in dropout:
             part.dropout = share
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for part, name, buffer, before in buffers:
+                part._buffers[name] = buffer  # forward may have put another in its place
+                if buffer is not None and before is not None and buffer.shape == before.shape:
+                    buffer.copy_(before)
+                elif buffer is not None and before is not None:
+                    buffer.data = before
 
 
 _PLANS: WeakKeyDictionary[nn.Module, tuple[Any, Plan]] = WeakKeyDictionary()
 """What was found out about a model, with the names, identities and shapes of its parameters then."""
 
 _SAID: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+HALF_TOLERANCE = 0.05
+"""How far equal values may lie apart, relative to the largest: products of one row and of several round differently."""
 
 
 def _say_once(model: nn.Module, text: str) -> None:
@@ -366,17 +390,25 @@ def _watched(
     model: nn.Module, params: Mapping[str, nn.Parameter], batch: Batch, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[Watch | None, Any]:
     """The logits of a batch, and what watched them being made; None where every row needs a pass of its own."""
-    inputs = batch.inputs_as(_dtype(params))
+    dtype = _dtype(params)
+    last = batch.rows(len(batch) - 1, len(batch))
     for again in (False, True):
         plan = _plan(model, params, batch, again)
         if plan is None:
             break
-        watch = Watch(plan, len(batch))
+        watch, alone = Watch(plan, len(batch)), Watch(Plan(params), 1)
         try:
             with autocast(), watch:
-                return watch, _logits(model(**inputs))
-        except Unknown:  # the model takes another way than it took for the rows that it was planned with
+                logits = _logits(model(**batch.inputs_as(dtype)))
+            if len(batch) == 1:
+                return watch, logits
+            with autocast(), alone:
+                own = _logits(model(**last.inputs_as(dtype)))
+        except (Unknown, RuntimeError, IndexError):  # the model takes another way than for the rows that the plan is from
             continue
+        tolerance = _TOLERANCE.get(logits.dtype, HALF_TOLERANCE)
+        if close(own, logits[-1:], tolerance) and same_end(watch, alone, tolerance):
+            return watch, logits
     return None, None
 
 
@@ -388,31 +420,67 @@ def _plan(model: nn.Module, params: Mapping[str, nn.Parameter], batch: Batch, ag
         return before[1]
     if len(batch) < 2:
         return None
-    plan = _find_plan(model, params, batch.rows(0, 2))
+    plan, reason = _find_plan(model, params, _pair(batch))
     if plan is not None:
         _PLANS[model] = signature, plan
     else:
-        _say_once(model, "every row takes a pass of its own, since what the model makes of it depends on the rows around it")
+        _say_once(model, f"every row takes a pass of its own, since {reason}")
     return plan
 
 
-def _find_plan(model: nn.Module, params: Mapping[str, nn.Parameter], batch: Batch) -> Plan | None:
+def _pair(batch: Batch) -> Batch:
+    """The last row and one that differs from it, if any does: equal rows would hide that one depends on the other."""
+    rows = len(batch)
+    differs = torch.zeros(rows - 1, dtype=torch.bool)
+    for value in batch.inputs.values():
+        if isinstance(value, Tensor) and value.shape[:1] == (rows,):
+            differs |= (value[:-1] != value[-1:]).flatten(1).any(1).cpu() if value.ndim > 1 else (value[:-1] != value[-1]).cpu()
+    first = int(differs.int().argmax())
+    return concatenated(batch.rows(first, first + 1), batch.rows(rows - 1, rows))
+
+
+def _find_plan(model: nn.Module, params: Mapping[str, nn.Parameter], pair: Batch) -> tuple[Plan | None, str]:
+    """A plan that was tried: on two rows it gives the squares that each row gives by itself. Or the reason why there is none."""
     dtype = _dtype(params)
-    tolerance = _TOLERANCE.get(dtype, 0.05)
-    one, two = (Watch(Plan(params), rows) for rows in (1, 2))
-    with one:
-        alone = _logits(model(**batch.rows(0, 1).inputs_as(dtype)))
-    with two:
-        together = _logits(model(**batch.inputs_as(dtype)))
-    sites = find_sites(one, two, tolerance)
-    if sites is None or not close(alone, together[:1], tolerance):
-        return None
-    if any(site.layout is SHARED for site in sites):
+    tolerance = _TOLERANCE.get(dtype, HALF_TOLERANCE)
+    rows = [pair.rows(k, k + 1) for k in range(2)]
+    one, two = (Watch(Plan(params), count) for count in (1, 2))
+    try:
+        with one:
+            alone = [_logits(model(**rows[0].inputs_as(dtype)))]
+        alone.append(_logits(model(**rows[1].inputs_as(dtype))))
+        with two:
+            together = _logits(model(**pair.inputs_as(dtype)))
+    except (RuntimeError, IndexError) as error:  # what torch says of a model that cannot be watched
+        return None, f"watched calls fail in it ({str(error).strip().splitlines()[0]})"
+    if not (close(alone[0], together[:1], tolerance) and close(alone[1], together[1:], tolerance)):
+        return None, "what the model makes of it depends on the rows around it"
+    if (sites := find_sites(one, two, tolerance)) is None:
+        return None, "the calls of the model depend on the number of rows"
+    row_bytes = sum(output.nbytes for *_, output in two.seen) // 2 + together.itemsize * together.shape[-1] ** 2
+
+    seed = torch.randn(together.shape, generator=generator(0), dtype=torch.float64).to(together)
+    expected = _zeros(params)
+    for each, own in zip(alone, seed.split(1), strict=True):
+        _add_squares_(expected, params, each, [own], 1.0)
+    reason = ""
+    for known in (sites, [site._replace(layout=LEFT) if site.layout is SHARED else site for site in sites]):
+        plan, found = Plan(params, known, row_bytes), _zeros(params)
+        watch = Watch(plan, 2)
         try:
-            with Watch(Plan(params, sites), 2):
-                same = close(_logits(model(**batch.inputs_as(dtype))), together, tolerance)
-        except Exception:  # whatever the model says to shapes that do not go together
-            same = False
-        if not same:
-            sites = [site._replace(layout=LEFT) if site.layout is SHARED else site for site in sites]
-    return Plan(params, sites, sum(output.nbytes for *_, output in two.seen) // 2)
+            with watch:
+                logits = _logits(model(**pair.inputs_as(dtype)))
+            left = watch.leave(logits)
+            watch.backward(logits, seed, found, 1.0, last=True)
+        except Exception as error:  # whatever a model, or torch within it, says to calls that are tapped
+            reason = f"it does not bear to be watched ({str(error).strip().splitlines()[:1]})"
+            continue
+        plan.left |= {name for name in params.keys() - left if not close(found[name], expected[name], tolerance)}
+        return plan, ""
+    return None, reason
+
+
+def _zeros(params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    fisher = Fisher()
+    _sums_for_(fisher, params, params)
+    return fisher.sums

@@ -43,6 +43,12 @@ class Layout(NamedTuple):
     dim: int
     flat: str = "rows"
 
+    def fits(self, values: Tensor, rows: int) -> bool:
+        """Whether a tensor can hold so many rows in this way."""
+        if values.ndim <= self.dim:
+            return False
+        return values.shape[self.dim] == rows if self.flat == "rows" else values.shape[0] % rows == 0
+
     def rows_first(self, values: Tensor, rows: int) -> Tensor:
         """A view [rows, ...] of values."""
         if self.flat == "rows":
@@ -132,6 +138,9 @@ def _token_sum(grads: Tensor, dims: int) -> Tensor:
 
 def _linear(watch: Watch, func: Any, args: Any, kwargs: Any) -> Tensor:
     def call(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.ndim != 2 or input.ndim < 2:
+            return func(input, weight, bias)
+
         def parts(values: Tensor, grads: Tensor, regions: Any, layout: Layout) -> Iterator[Part]:
             if regions[0]:
                 yield _products(regions[0], grads, precise(values))
@@ -158,7 +167,7 @@ def _matmul(watch: Watch, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _addmm(watch: Watch, func: Any, args: Any, kwargs: Any) -> Tensor:
     def call(input: Tensor, mat1: Tensor, mat2: Tensor, **more: Any) -> Tensor:
-        if more or input.ndim != 1:
+        if more or input.shape != mat2.shape[1:]:
             return func(input, mat1, mat2, **more)
 
         def parts(values: Tensor, grads: Tensor, regions: Any, layout: Layout) -> Iterator[Part]:
@@ -374,6 +383,13 @@ def _of_broadcast(shape: torch.Size, values: Tensor | None, grads: Tensor, regio
     yield _vectors(regions[0], (grads.sum(summed) if summed else grads).reshape(-1, *shape))
 
 
+def _selection(watch: Watch, func: Any, args: Any, kwargs: Any) -> Any:
+    """A choice of elements by the values of a tensor: rows may differ in how many they keep."""
+    indices = args[1:] if func is not Tensor.__getitem__ or not isinstance(args[1], tuple) else args[1]
+    watch.selects |= func not in (Tensor.__getitem__,) or any(isinstance(index, (Tensor, list)) for index in indices)
+    return func(*args, **kwargs)
+
+
 _PRODUCTS = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
 _SUMS = frozenset({torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__})
 
@@ -394,6 +410,12 @@ def _body(function: Any) -> Any:
 
 _COMPOSITE = (F.embedding, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.multi_head_attention_forward)
 
+_SELECTIONS = (
+    Tensor.__getitem__,
+    *(torch.index_select, Tensor.index_select, torch.masked_select, Tensor.masked_select, torch.take, Tensor.take),
+    *(torch.nonzero, Tensor.nonzero, torch._C._VariableFunctions._pack_padded_sequence),
+)
+
 OPERATIONS: dict[Any, Callable[[Watch, Any, Any, Any], Any]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
@@ -408,4 +430,5 @@ OPERATIONS: dict[Any, Callable[[Watch, Any, Any, Any], Any]] = {
     **dict.fromkeys(_PRODUCTS | _SUMS, _elementwise),
     Tensor.expand: _expand,
     **{function: _body(function) for function in _COMPOSITE},
+    **dict.fromkeys(_SELECTIONS, _selection),
 }

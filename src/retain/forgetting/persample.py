@@ -24,7 +24,7 @@ from retain.forgetting.layers import LEFT, OPERATIONS, ROWS, SHARED, Layout, Par
 
 
 class Site(NamedTuple):
-    """A watched call: its operation, its parameters by role (None for a role that no tracked one plays), and where its rows are."""
+    """A watched call: its operation, its parameters by role (None for a role that no tracked one plays), where its rows are."""
 
     kind: str
     regions: tuple[Region | None, ...]
@@ -38,7 +38,8 @@ class Plan:
         wholes: the tracked parameters by `id`, as regions.
         sites: the watched calls in their order; None while they are being looked for.
         uses: how many calls use a region.
-        left: parameters whose regions overlap in part: they are left to the caller.
+        left: parameters that are left to the caller whatever the outputs depend on: their regions overlap in part, or the
+            caller says so.
         row_bytes: of the watched outputs of one row.
     """
 
@@ -81,12 +82,19 @@ class Watch(TorchFunctionMode):
     Args:
         plan: of the model; one without sites to look for them.
         rows: of the batch.
+
+    Attributes:
+        seen: operation, regions and output of every call, where sites are looked for.
+        ends: place and output of the last row of every watched call, else.
+        selects: whether the model chose elements by the values of a tensor.
     """
 
     def __init__(self, plan: Plan, rows: int) -> None:
         super().__init__()
         self.plan, self.rows = plan, rows
         self.seen: list[tuple[str, tuple[Region | None, ...], Tensor]] = []
+        self.ends: list[tuple[int, Tensor]] = []
+        self.selects = False
         self.place = 0
         self.token = torch.zeros((), requires_grad=True)
         self.left: frozenset[str] = frozenset()
@@ -105,7 +113,7 @@ class Watch(TorchFunctionMode):
         """The tracked parameter that a tensor is, or lies in; None for any other."""
         wholes = self.plan.wholes
         whole = wholes.get(id(value))
-        if whole is not None or not isinstance(value, Tensor) or (base := value._base) is None:
+        if whole is not None or not isinstance(value, Tensor) or (base := value._base) is None or not value.requires_grad:
             return whole
         if (whole := wholes.get(id(base))) is None:
             return None
@@ -129,11 +137,10 @@ class Watch(TorchFunctionMode):
         regions = tuple([self.region(role) for role in roles])
         if not any(regions):
             return run(*roles)
-        detached = [role if region is None else role.detach() for role, region in zip(roles, regions, strict=True)]
         sites, place = self.plan.sites, self.place
         self.place = place + 1
         if sites is None:
-            output = run(*detached)
+            output = run(*roles)
             self.seen.append((kind, regions, output.detach()))
             return output
         if place >= len(sites) or sites[place].regions != regions or sites[place].kind != kind:
@@ -141,13 +148,18 @@ class Watch(TorchFunctionMode):
         layout = sites[place].layout
         if layout is LEFT:
             return run(*roles)  # not detached: the outputs depend on its parameters, which is how they are found
-        output = run(*detached)
+        output = run(*[role if region is None else role.detach() for role, region in zip(roles, regions, strict=True)])
         if layout is SHARED:  # one copy for each row, so that the gradient of each arrives by itself
             assert values is not None
             alone = values.ndim == 1 or values.shape[0] != 1
             values, output = (each.unsqueeze(0) if alone else each for each in (values, output))
             values, output = (each.expand(self.rows, *each.shape[1:]) for each in (values, output))
             layout = ROWS
+        if not layout.fits(output, self.rows):
+            raise Unknown
+        self.ends.append((place, layout.rows_first(output, self.rows)[-1].detach().clone()))
+        if regions[0] is None:
+            values = None  # only what the first role's gradient needs
 
         def receive(values: Tensor | None, grads: Tensor) -> None:
             if grads.dtype is torch.float16 and not bool(torch.isfinite(grads).all()):
@@ -192,6 +204,8 @@ class Watch(TorchFunctionMode):
         with torch.autocast(outputs.device.type, enabled=False):
             torch.autograd.grad(outputs, self.token, seed.to(outputs.dtype), retain_graph=not last, allow_unused=True)
         if not now.overflowed:
+            for region, waiting in list(now.waiting.items()):  # the outputs do not depend on all uses
+                self._finish(region, waiting)
             return []
         return [region for region in uses if region not in now.done and region.name not in self.left]
 
@@ -203,14 +217,16 @@ class Watch(TorchFunctionMode):
                 continue
             waiting = now.waiting.setdefault(region, [])
             waiting.append(part)
-            if len(waiting) < uses[region]:
-                continue
-            sums = now.sums[region.name]
-            if sums.ndim and region.stop - region.start != sums.shape[0]:
-                sums = sums[region.start : region.stop]
-            add_squares_(sums.mT if region.transposed else sums, waiting, self.rows, now.alpha)
-            now.done.add(region)
-            now.waiting.pop(region)
+            if len(waiting) == uses[region]:
+                self._finish(region, waiting)
+
+    def _finish(self, region: Region, parts: Sequence[Part]) -> None:
+        sums = self._pass.sums[region.name]
+        if sums.ndim and region.stop - region.start != sums.shape[0]:
+            sums = sums[region.start : region.stop]
+        add_squares_(sums.mT if region.transposed else sums, parts, self.rows, self._pass.alpha)
+        self._pass.done.add(region)
+        self._pass.waiting.pop(region)
 
 
 @dataclass
@@ -250,50 +266,71 @@ def find_sites(one: Watch, two: Watch, tolerance: float) -> list[Site] | None:
         tolerance: how far equal values may lie apart, relative to the largest.
 
     Returns:
-        None where the passes do not go together: a row by itself gives other values than in company.
+        None where the two passes do not make the same calls.
     """
     if [seen[:2] for seen in one.seen] != [seen[:2] for seen in two.seen]:
         return None
     found = []
     for (kind, regions, alone), (_, _, together) in zip(one.seen, two.seen, strict=True):
         layout = layout_of(alone, together, tolerance)
-        if layout is None:
-            return None
         if (layout is SHARED and kind != "embedding") or (layout is not ROWS and kind in _ROWS_FIRST):
+            layout = LEFT
+        if layout.flat in ("rows-tokens", "tokens-rows") and two.selects:  # a row may have fewer tokens than another
             layout = LEFT
         found.append(Site(kind, regions, layout))
     return found
+
+
+def same_end(watch: Watch, alone: Watch, tolerance: float) -> bool:
+    """Whether the last row of a watched batch is where the plan says, in every call, given a pass of that row alone."""
+    if len(alone.seen) != watch.place:
+        return False
+    gaps = []
+    for place, end in watch.ends:
+        layout = watch.plan.sites[place].layout if watch.plan.sites else ROWS
+        own = alone.seen[place][2]
+        own = own.reshape(end.shape) if layout is SHARED and own.numel() == end.numel() else own
+        first = own if layout is SHARED else layout.rows_first(own, 1)[0]
+        if first.shape != end.shape:
+            return False
+        gaps.append(gap(first, end, tolerance))
+    return not gaps or bool(torch.stack(gaps).max() <= 0)
 
 
 _ROWS_FIRST = frozenset({"convolution", "group", "batch"})
 """Operations whose dimensions have a fixed meaning, the first one that of rows."""
 
 
-def layout_of(alone: Tensor, together: Tensor, tolerance: float) -> Layout | None:
-    """Where two rows are in a tensor, given that of the first by itself; None where neither place fits, or both do."""
+def layout_of(alone: Tensor, together: Tensor, tolerance: float) -> Layout:
+    """Where two rows are in a tensor, given that of the first by itself; LEFT where no place fits, or two do."""
     if alone.ndim != together.ndim or not alone.ndim:
-        return None
+        return LEFT
     if alone.shape == together.shape:
-        return SHARED if close(alone, together, tolerance) else None
+        return SHARED if close(alone, together, tolerance) else LEFT
     dims = [d for d, (a, b) in enumerate(zip(alone.shape, together.shape, strict=True)) if a != b]
     if len(dims) > 1 or together.shape[dims[0]] != 2 * alone.shape[dims[0]]:
-        return None
+        return LEFT
     if alone.shape[dims[0]] == 1:
         layout = Layout(dims[0]) if dims[0] else ROWS
-        return layout if close(alone, together.narrow(dims[0], 0, 1), tolerance) else None
+        return layout if close(alone, together.narrow(dims[0], 0, 1), tolerance) else LEFT
     if dims[0] != 0:
-        return None
+        return LEFT
     fits = [
         layout
         for layout in (Layout(0, "rows-tokens"), Layout(0, "tokens-rows"))
         if close(alone, layout.rows_first(together, 2)[0], tolerance)
     ]
-    return fits[0] if len(fits) == 1 else None
+    return fits[0] if len(fits) == 1 else LEFT
 
 
 def close(first: Tensor, second: Tensor, tolerance: float) -> bool:
-    """Whether two tensors of one shape are equal up to a share of their largest value."""
-    if not first.numel():
-        return True
+    """Whether two tensors have one shape and are equal up to a share of their largest value."""
+    return first.shape == second.shape and (not first.numel() or bool(gap(first, second, tolerance) <= 0))
+
+
+def gap(first: Tensor, second: Tensor, tolerance: float) -> Tensor:
+    """How much farther two tensors of one shape lie apart than a share of their largest value allows, 0-d."""
     first, second = first.detach().float(), second.detach().float()
-    return bool((first - second).abs().max() <= tolerance * torch.maximum(first.abs().max(), second.abs().max()))
+    if not first.numel():
+        return first.new_zeros(())
+    return (first - second).abs().max() - tolerance * torch.maximum(first.abs().max(), second.abs().max())
