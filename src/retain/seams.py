@@ -228,6 +228,7 @@ class Method(NamedTuple):
         mix, penalty, observe, add_grad_, project_grad_, project_, apply_: see the module's table.
         sample: `sample(state, rows, key) -> Batch | None`, offered to the other methods; one method of a run at most.
         begin_task: `begin_task(ctx, state)`, after the head has grown, before the first step.
+        end_task: `end_task(ctx, state)`, after the last step, before the task is measured; may change the weights.
         consolidate_batch: `consolidate_batch(ctx, state)`, after the last step, for every batch of the task's training rows.
         consolidate: `consolidate(ctx, state)`, once after that.
     """
@@ -245,5 +246,6 @@ class Method(NamedTuple):
     apply_: Callable[[nn.Module, State], Undo] | None = None
     sample: Callable[[State, int, int], Batch | None] | None = None
     begin_task: Callable[[StepContext, State], None] | None = None
+    end_task: Callable[[StepContext, State], None] | None = None
     consolidate_batch: Callable[[StepContext, State], None] | None = None
     consolidate: Callable[[StepContext, State], None] | None = None

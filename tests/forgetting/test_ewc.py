@@ -192,6 +192,37 @@ def test_a_fisher_that_is_zero_everywhere_is_said_and_not_folded(caplog):
     consolidate(method, state, params, {name: torch.zeros_like(param) for name, param in params.items()})
     assert not state.A and state.tasks == 0 and state.fisher.rows == 0
     assert "zero everywhere, so nothing of it is protected" in caplog.text
+    consolidate(method, state, params, {name: torch.full_like(param, 1e-41) for name, param in params.items()})
+    assert not state.A, "fp32 cannot scale it to mean 1"
+
+
+def test_the_last_steps_of_a_task_are_pulled_too():
+    """Three of every four steps come after the last pull; what they did would become the anchor."""
+    method, state = make(form="proximal", tasks="online", **{"lambda": 1e8})
+    params = make_params(shapes={"small": (7, 5)})
+    consolidate(method, state, params, make_fisher(params, 1))
+    anchor = state.m["small"].clone()
+    held = state.A["small"] > 1e-3
+    for step in range(6):
+        move_(params, step)
+        method.project_(params, state, {})
+    assert (params["small"] - anchor)[held].abs().max() > 1e-3
+    method.end_task(context(params), state)
+    assert (params["small"] - anchor)[held].abs().max() < 1e-3
+    again = params["small"].detach().clone()
+    method.end_task(context(params), state)
+    assert torch.equal(params["small"], again), "nothing has moved since"
+
+
+def test_the_state_follows_the_precision_of_the_model():
+    method, state, params, _ = learned(1, torch.float32, shapes={"small": (7, 5)})
+    finer = {name: nn.Parameter(param.detach().double()) for name, param in params.items()}
+    method.begin_task(context(finer), state)
+    assert state.m["small"].dtype is state.A["small"].dtype is torch.float64
+    before = finer["small"].detach().clone()
+    method.project_(finer, state, dict.fromkeys(finer, 0.1))
+    none = state.A["small"] == 0
+    assert torch.equal(finer["small"][none], before[none])
 
 
 def test_no_rows_is_an_error():
@@ -931,9 +962,9 @@ def test_refreshing_decays_once_per_task(share, monkeypatch):
     looked_at(monkeypatch, fisher)
     refresh_task(method, state, params)
     before = {name: A.clone() for name, A in state.A.items()}
-    looked_at(monkeypatch, {name: 1e-200 * F for name, F in fisher.items()})
+    looked_at(monkeypatch, {name: 1e-20 * F for name, F in fisher.items()})
     refresh_task(method, state, params, task=1)
-    assert all(torch.allclose(state.A[name], 0.6 * before[name], rtol=1e-9, atol=1e-150) for name in before)
+    assert all(torch.allclose(state.A[name], 0.6 * before[name], rtol=1e-9, atol=1e-15) for name in before)
 
 
 def test_refreshed_anchors_are_weighed_means_of_where_the_weights_were(monkeypatch):

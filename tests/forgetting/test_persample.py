@@ -195,7 +195,10 @@ def tokens_first(s, x):
 @pytest.mark.parametrize("tokens", [(1, 3, 2), (3, 1, 4), (2, 2, 2)])
 def test_rows_with_a_changing_number_of_tokens(forward, tokens):
     torch.manual_seed(0)
-    batches = [Batch({"x": torch.randn(rows, count, 4)}, torch.randint(0, 3, (rows,))) for rows, count in zip((4, 5, 3), tokens)]
+    batches = [
+        Batch({"x": torch.randn(rows, count, 4)}, torch.randint(0, 3, (rows,)))
+        for rows, count in zip((4, 5, 3), tokens, strict=True)
+    ]
     assert_same(Model(forward), batches)
 
 
@@ -285,6 +288,7 @@ def test_complex_parameters_are_refused():
         )
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own, when it compiles
 def test_a_compiled_model_is_looked_at_as_it_was():
     model = Model(lambda s, x: s.h(s.a(x).tanh()))
     batch = Batch({"x": torch.randn(6, 4)}, torch.tensor([0, 1, 2, 0, 1, 2]))

@@ -152,12 +152,32 @@ def test_a_look_back_at_a_task_is_interrupted_and_goes_on(tmp_path, undisturbed,
     with mock.patch.object(fisher, "add_", add_), stopped:
         train(path)
     done = 2 if end == "killed" else 3
-    assert max(each.name for each in (path / "partial").iterdir()) == f"0000-000000004-{done:09d}"
+    assert max(each.name for each in (path / "partial").iterdir()) == f"0000-000000004-{9 * done:09d}"
     looked.clear()
     with mock.patch.object(fisher, "add_", lambda *args, **kwargs: looked.append(len(args[3])) or real(*args, **kwargs)):
         train(path)
     assert looked == [9, 9, 9, 5][done:] + [9, 9, 9, 5] * 2
     assert same(path, undisturbed)
+
+
+def test_a_look_back_goes_on_in_batches_of_another_size(tmp_path):
+    """Every row is looked at once."""
+    path, real, looked = tmp_path / "run", fisher.add_, []
+
+    def add_(state, model, params, batch, *args, **kwargs):
+        if len(looked) == 2:
+            raise Killed
+        looked.append(len(batch))
+        real(state, model, params, batch, *args, **kwargs)
+
+    with mock.patch.object(fisher, "add_", add_), pytest.raises(Killed):
+        train(path)
+    other = {**CONFIG, "training_params": {**CONFIG["training_params"], "eval_batch_size": 5}}
+    counted = []
+    with mock.patch.object(fisher, "add_", lambda *args, **kwargs: counted.append(len(args[3])) or real(*args, **kwargs)):
+        train(path, other)
+    assert looked == [9, 9]
+    assert counted[:3] == [5, 5, 4]
 
 
 @pytest.mark.timeout(240)

@@ -156,6 +156,17 @@ def test_a_method_added_later_starts_with_what_it_sees(tmp_path):
     assert summary["memory"]["state_bytes"]["replay"] > 0
 
 
+@pytest.mark.parametrize(("first", "then"), [("fp32", "fp64"), ("fp64", "fp32"), ("fp32", "bf16"), ("amp_fp16", "fp32")])
+def test_the_precision_may_change_between_tasks(tmp_path, first, then):
+    """Moments, importance and anchors follow."""
+    stream = vectors([[0, 1], [0, 1], [0, 1]])
+    kept = {"optimizer": "Adam(lr=1e-2)", "epochs": 8, "regularization": {"ewc_lambda": 10.0, "replay_ratio": 0.5}}
+    part = Stream(stream.tasks[:2], stream.classes, "vector", (6,), stream.scenario)
+    loop.train(spec({**kept, "precision": first}), tmp_path / "run", stream=part)
+    summary = loop.train(spec({**kept, "precision": then}), tmp_path / "run", stream=stream)
+    assert summary["measures"]["average"] > 0.6
+
+
 def test_where_no_method_can_help_it_is_said(tmp_path):
     """Two blobs at a time under one head: at no strength does EWC know old and new classes, which is no fault; replay does."""
     stream = vectors([[0, 1], [2, 3]], rows=200)

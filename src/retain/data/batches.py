@@ -73,10 +73,11 @@ class TaskBatches:
         sizes = [self.batch_size] * (count - 1)
         return gathered.split([*sizes, len(gathered) - sum(sizes)])
 
-    def in_order(self, batch_size: int) -> Iterator[Batch]:
-        """All rows once, in their own order."""
-        for index in torch.arange(len(self.rows)).split(batch_size):
-            yield self._batch(index)
+    def in_order(self, batch_size: int, first: int = 0) -> Iterator[Batch]:
+        """All rows from the first one on, once, in their own order."""
+        for index in torch.arange(first, len(self.rows)).split(batch_size):
+            if len(index):
+                yield self._batch(index)
 
     def _batch(self, index: Tensor) -> Batch:
         inputs: dict[str, Column] = {name: values.index_select(0, index) for name, values in self.rows.inputs.items()}

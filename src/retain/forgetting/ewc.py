@@ -46,6 +46,8 @@ from retain.spec import EwcSpec
 LOG = logging.getLogger("retain")
 SAMPLE = 2**12
 """Weights whose moves are measured: the mean of so many is within a few percent of that of all."""
+TINY = 1e-30
+"""A mean of the Fisher information below this is that of a model that is certain of everything: fp32 has no digits left."""
 MEMORY = 0.9
 """Of the running mean: it follows the last ten pulls."""
 
@@ -136,6 +138,12 @@ def ewc(settings: EwcSpec) -> Method:
             pull_(params, state, dict.fromkeys(state.A, _moved_(params, state)))
             _set_out_(params, state, settings)
 
+    def end_task(ctx: StepContext, state: EwcState) -> None:
+        """A last pull: what the steps since the one before have done would become the anchor as it is."""
+        if state.A and state.pace.waited:
+            pull_(ctx.params, state, dict.fromkeys(state.A, _size(state.pace)))
+            _set_out_(ctx.params, state, settings)
+
     def implicit_(params: Mapping[str, nn.Parameter], state: EwcState, sizes: Mapping[str, float]) -> None:
         if missing := state.A.keys() - sizes.keys():
             names = ", ".join(sorted(missing))
@@ -178,7 +186,7 @@ def ewc(settings: EwcSpec) -> Method:
         if _fold_(state, ctx.params, settings, 1.0 - state.folded, end=True) or state.folded > 0:
             state.tasks += 1
         else:
-            text = "EWC: the Fisher information of task %d is zero everywhere, so nothing of it is protected. %s"
+            text = "EWC: the Fisher information of task %d is as good as zero everywhere, so nothing of it is protected. %s"
             LOG.warning(text, ctx.task, "The outputs do not depend on the weights, or the model is certain of every label.")
         state.fisher, state.folded, state.looked = Fisher(), 0.0, 0
         _set_out_(ctx.params, state, settings)
@@ -192,6 +200,7 @@ def ewc(settings: EwcSpec) -> Method:
         add_grad_=add_grad_ if settings.form == "explicit" else None,
         project_={"proximal": proximal_, "implicit": implicit_}.get(settings.form),
         begin_task=begin_task,
+        end_task=end_task if settings.form == "proximal" else None,
         consolidate_batch=consolidate_batch if settings.refresh is None else None,
         consolidate=consolidate,
     )
@@ -238,6 +247,10 @@ def _moved_(params: Mapping[str, nn.Parameter], state: EwcState) -> float:
     if pace.before is not None and now is not None and pace.before.shape == now.shape:
         moved = float((now - pace.before.to(now.device)).abs_().mean())
         pace.mean, pace.moves = MEMORY * pace.mean + (1 - MEMORY) * moved, pace.moves + 1
+    return _size(pace)
+
+
+def _size(pace: Pace) -> float:
     return pace.mean / (1 - MEMORY**pace.moves) if pace.moves else 0.0
 
 
@@ -306,7 +319,7 @@ def _fit_(state: EwcState, params: Mapping[str, nn.Parameter], settings: EwcSpec
             m = fit_rows(m, param)
             m[len(A) :] = param.detach()[len(A) :]
         state.A[name] = _placed(fit_rows(A, param).to(_dtype(param, settings)), param, settings)
-        state.m[name] = _placed(m, param, settings)
+        state.m[name] = _placed(m.to(torch.promote_types(param.dtype, torch.float32)), param, settings)
 
 
 def _dtype(param: Tensor, settings: EwcSpec) -> torch.dtype:
@@ -330,15 +343,16 @@ def _placed(tensor: Tensor, param: Tensor, settings: EwcSpec) -> Tensor:
 
 @torch.no_grad()
 def _fold_(state: EwcState, params: Mapping[str, nn.Parameter], settings: EwcSpec, weight: float, *, end: bool) -> bool:
-    """Fold in the Fisher information gathered so far, with a weight; False, with nothing done, where it is zero everywhere.
+    """Fold in the Fisher information gathered so far, with a weight; False, with nothing done, where it is as good as zero.
 
     While a task trains its weights are no anchor yet: the old one moves towards them as far as the new importance weighs.
     """
     found = information.mean(state.fisher)
     total = sum(float(F.sum(dtype=torch.float64)) for F in found.values())
-    if total == 0:
+    count = sum(F.numel() for F in found.values())
+    if total < TINY * count:
         return False
-    scale = weight * (sum(F.numel() for F in found.values()) / total if settings.normalize else 1.0)
+    scale = weight * (count / total if settings.normalize else 1.0)
     online = settings.tasks == "online"
     keep = settings.decay**weight if online else 1.0
     for name, F in found.items():

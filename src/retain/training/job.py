@@ -108,7 +108,11 @@ def restore_job(job: Job, files: dict[str, dict[str, Tensor]], state: dict[str, 
     notes = []
     job.model.load_state_dict(files["model.safetensors"])
     if state["optimizer"] == type(job.optimizer).__name__:
-        load_optimizer_(job.optimizer, job.params, files["optimizer.safetensors"])
+        stored = files["optimizer.safetensors"]
+        old, new = _dtype(files["model.safetensors"]), job.precision.dtype
+        if old != new:  # the precision has changed; counters, which are single numbers, keep theirs
+            stored = {name: t.to(new) if t.ndim and t.dtype == old else t for name, t in stored.items()}
+        load_optimizer_(job.optimizer, job.params, stored)
     else:
         notes.append(f"The optimizer is {type(job.optimizer).__name__} now, {state['optimizer']} before: it starts anew.")
     if job.precision.scaler is not None and state["scaler"] is not None:
@@ -123,6 +127,11 @@ def restore_job(job: Job, files: dict[str, dict[str, Tensor]], state: dict[str, 
     dropped = sorted(set(state["methods"]) - {method.name for method, _ in job.methods})
     notes += [f"{name} is no longer configured: its state is dropped." for name in dropped]
     return notes
+
+
+def _dtype(tensors: dict[str, Tensor]) -> torch.dtype | None:
+    """Of a model's weights."""
+    return next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), None)
 
 
 def _head(job: Job) -> Head:

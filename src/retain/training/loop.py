@@ -74,7 +74,7 @@ class Progress:
     """Where a task stands, as its checkpoints keep it."""
 
     step: int = 0
-    consolidated: int = 0
+    looked: int = 0
     skipped: int = 0
     rows: int = 0
     seconds: float = 0.0
@@ -247,6 +247,10 @@ def _learn(training: Training, task: Task) -> None:
     check_disk(training.job, task, run.path)
     batches = _batches(training, number, task.train, task.classes)
     _run_steps(training, task, batches, progress)
+    if not progress.looked:  # else a checkpoint was made after it
+        for method, state in training.job.methods:
+            if method.end_task is not None:
+                method.end_task(_context(training, task), state)
     if (name := check_finite(training.job.model.state_dict())) is not None:
         raise diverged(task, name)
 
@@ -365,20 +369,17 @@ def _consolidate(training: Training, task: Task, batches: TaskBatches, progress:
     began = saved = heard = time.monotonic()
     carried = progress.seconds
     takers = [(method, state) for method, state in job.methods if method.consolidate_batch is not None]
-    for position, batch in enumerate(batches.in_order(spec.eval_batch_size) if takers else ()):
-        if position < progress.consolidated:
-            continue
-        ctx = base._replace(batch=batch.to(job.device), step=position, rows=position * spec.eval_batch_size)
+    for position, batch in enumerate(batches.in_order(spec.eval_batch_size, progress.looked) if takers else ()):
+        ctx = base._replace(batch=batch.to(job.device), step=progress.looked, rows=progress.looked)
         for method, state in takers:
             method.consolidate_batch(ctx, state)  # type: ignore[misc]
-        progress.consolidated = position + 1
+        progress.looked += len(batch)
         now, asked = time.monotonic(), training.stop.signal is not None
         progress.seconds = carried + now - began
         if now >= heard + TICK_SECONDS:
-            rows = min(progress.consolidated * spec.eval_batch_size, len(task.train))
-            training.listener("consolidating", {"rows": rows, "of": len(task.train)})
+            training.listener("consolidating", {"rows": progress.looked, "of": len(task.train)})
             heard = now
-        every = checkpoint.every_steps is not None and progress.consolidated % checkpoint.every_steps == 0
+        every = checkpoint.every_steps is not None and (position + 1) % checkpoint.every_steps == 0
         if asked or every or now - saved >= checkpoint.every_seconds:
             _save_partial(training, task, progress)
             saved = time.monotonic()
@@ -433,7 +434,7 @@ def _save_partial(training: Training, task: Task, progress: Progress) -> None:
         "progress": dataclasses.asdict(progress),
         "events_bytes": training.run.events_size(),
     }
-    name = f"{training.number:04d}-{progress.step:09d}" + (f"-{progress.consolidated:09d}" if progress.consolidated else "")
+    name = f"{training.number:04d}-{progress.step:09d}" + (f"-{progress.looked:09d}" if progress.looked else "")
     save_checkpoint(training.run.path / "partial" / name, {**files, "state.json": _state(training, state), "record.json": here})
     training.run.drop_partials(keep=training.spec.checkpoint.keep)
 
