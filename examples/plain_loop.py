@@ -48,6 +48,9 @@ def learn(model: nn.Module, tasks: list[tuple[Tensor, Tensor]], methods: list[Me
                 if method.project_:
                     method.project_(params, state, sizes)
         for method, state in pairs:
+            if method.end_task:
+                method.end_task(ctx, state)
+        for method, state in pairs:  # the task could be measured here: what follows changes no weight
             if method.consolidate_batch:
                 method.consolidate_batch(ctx._replace(batch=Batch({"input": x}, y)), state)
             if method.consolidate:

@@ -29,7 +29,7 @@ METHODS = {
     "ewc": [{"ewc": {"lambda": 20.0}}],
     "ewc, explicit, of sampled labels": [{"ewc": {"lambda": 0.5, "form": "explicit", "fisher": "sampled", "samples": 20}}],
     "ewc, implicit, tasks apart": [{"ewc": {"lambda": 20.0, "form": "implicit", "tasks": "separate"}}],
-    "ewc, in bf16 on the host": [{"ewc": {"lambda": 20.0, "importance_dtype": "bf16", "storage": "host", "every": 2}}],
+    "ewc, in bf16 on the host": [{"ewc": {"lambda": 20.0, "importance_dtype": "bf16", "storage": "host", "every": 3}}],
     "ewc, online, refreshed": [{"ewc": {"decay": 0.9, "refresh": 0.4}}],  # twice in a task, with a pull in between
     "ewc and replay": [{"ewc": {"lambda": 5.0}}, {"replay": {"ratio": 0.7, "capacity": 24}}],
 }
@@ -89,8 +89,8 @@ def run(path, methods, scenario="class-incremental", **settings) -> dict[str, Te
     return weights_of(path)
 
 
-def learn(spec: RunSpec, stream: Stream, step: Step = train_step) -> Job:
-    """All tasks, without a trainer: the job after them."""
+def learn(spec: RunSpec, stream: Stream, step: Step = train_step, ended: Callable[[Job], object] = id) -> Job:
+    """All tasks, without a trainer: the job after them; `ended` is called when a task's weights are final."""
     job = make_job(spec, stream, torch.device("cpu"), [])
     per_task, seen = stream.scenario == "task-incremental", set()
     for number, task in enumerate(stream.tasks):
@@ -109,6 +109,10 @@ def learn(spec: RunSpec, stream: Stream, step: Step = train_step) -> Job:
             ctx = base._replace(step=position, rows=batches.rows_before(position))
             step(job, batches.at(position), ctx, step_sizes(job.optimizer, job.params))
         base = base._replace(key=derive("consolidate", 0, number), total_rows=ROWS, rows=0)
+        for method, state in job.methods:
+            if method.end_task:
+                method.end_task(base, state)
+        ended(job)
         for method, state in job.methods:
             if method.consolidate_batch:
                 method.consolidate_batch(base._replace(batch=next(batches.in_order(ROWS))), state)

@@ -72,6 +72,8 @@ def test_the_trainer_gives_the_weights_of_a_plain_loop(tmp_path, methods, scenar
                 step += 1
         ctx = base._replace(key=derive("consolidate", 0, number), rows=0, total_rows=ROWS)
         for method, state in zip(bundle, states, strict=True):
+            if method.end_task:
+                method.end_task(ctx, state)
             if method.consolidate_batch:
                 method.consolidate_batch(ctx._replace(batch=_batch(task, torch.arange(ROWS), number, extra, per_task)), state)
             if method.consolidate:

@@ -153,9 +153,11 @@ def test_growth_keeps_old_rows_and_leaves_new_ones_free(methods):
             ]
         train_step(job, batch, ctx, sizes)
         job.methods = methods
-        ends.append([row.detach().clone() for row in rows])
 
-    job = learn(make_spec(methods), make_stream(), watched)
+    def ended(job):
+        ends.append([job.params[name].detach().clone() for name in ("head.weight", "head.bias")])
+
+    job = learn(make_spec(methods), make_stream(), watched, ended)
     acts = any(method.project_ or method.add_grad_ for method, _ in job.methods)
     assert touched == {"new": False, "old": acts}
 
