@@ -381,7 +381,7 @@ class EwcSpec(Strict):
     """Elastic weight consolidation: weights are held near those of earlier tasks, each as firmly as its Fisher information says."""
 
     lambda_: NonNegative = Field(default=40.0, alias="lambda")
-    """Strength; with `normalize`, 10-100 is a useful range for any model, loss and optimizer. 0 protects nothing."""
+    """Strength; with `normalize`, 10-100 is a useful range whatever the loss and the optimizer are. 0 protects nothing."""
     form: Literal["proximal", "implicit", "explicit"] = "proximal"
     """proximal: a pull that counts in the optimizer's own steps; implicit: the penalty's at the learning rate; both are stable at
     any strength. explicit: the penalty's gradient beside the loss's."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from retain.errors import ConfigError
 from retain.forgetting import build, quadratic
 from retain.forgetting import fisher as information
 from retain.forgetting.ewc import _chosen, ewc, penalty, stability_edge
@@ -212,6 +213,12 @@ def test_the_last_steps_of_a_task_are_pulled_too():
     again = params["small"].detach().clone()
     method.end_task(context(params), state)
     assert torch.equal(params["small"], again), "nothing has moved since"
+
+
+def test_raw_importance_does_not_join_importance_of_mean_one():
+    _, state, params, _ = learned(1, shapes={"small": (7, 5)})
+    with pytest.raises(ConfigError, match=r"normalize=False, but this run's .* made with True.*set it back"):
+        make(normalize=False)[0].begin_task(context(params), state)
 
 
 def test_the_state_follows_the_precision_of_the_model():

@@ -180,6 +180,8 @@ def test_where_no_method_can_help_it_is_said(tmp_path):
         said, least = learned(f"ewc {strength}", ewc_lambda=strength)
         assert said
         assert least < 0.6
+    fixed = spec({"regularization": {"ewc_lambda": 1.0}}, model={"mlp": {"hidden": [8]}, "head": "single"})
+    assert any("class-incremental" in text for text in notes(fixed, tmp_path / "fixed", stream=stream)[0])
     said, least = learned("both", ewc_lambda=0.1, replay_ratio=1.0)
     assert not said
     assert least > 0.9

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from retain.errors import ConfigError
 from retain.forgetting import fisher as information
 from retain.forgetting import quadratic
 from retain.forgetting.fisher import Fisher, Labels
@@ -79,6 +80,7 @@ class EwcState:
         A: importance by parameter name; empty before the first task is consolidated.
         m: anchor by parameter name, at least fp32.
         constant: the part of the penalty that does not depend on the weights, over lambda.
+        normalized: whether the importance was scaled to mean 1.
         tasks: folded so far.
         fisher: of rows that are not folded yet.
         pace: proximal: how far the optimizer moves between two pulls.
@@ -88,6 +90,7 @@ class EwcState:
 
     strength: float
     configured: float
+    normalized: bool = True
     A: dict[str, Tensor] = field(default_factory=dict)
     m: dict[str, Tensor] = field(default_factory=dict)
     constant: float = 0.0
@@ -111,10 +114,14 @@ def ewc(settings: EwcSpec) -> Method:
     """
 
     def init(params: object) -> EwcState:
-        return EwcState(settings.lambda_, settings.lambda_)
+        return EwcState(settings.lambda_, settings.lambda_, settings.normalize)
 
     def begin_task(ctx: StepContext, state: EwcState) -> None:
         """Follow new head rows and a changed configuration; say up to which lambda the explicit form is stable."""
+        if state.A and state.normalized != settings.normalize:
+            seen = f"ewc.normalize={settings.normalize}, but this run's importance was made with {state.normalized}."
+            raise ConfigError(f"{seen} The two do not add up: set it back, or start a new run.")
+        state.normalized = settings.normalize
         _fit_(state, ctx.params, settings)
         _set_out_(ctx.params, state, settings)
         if state.configured != settings.lambda_:

@@ -24,6 +24,7 @@ from retain.data.batches import TaskBatches, steps_per_epoch
 from retain.data.scenarios import build_stream
 from retain.data.task import Rows, Stream, Task
 from retain.errors import Stopped
+from retain.forgetting import build
 from retain.memory.meter import peak_bytes, reset_peak, resolve_device
 from retain.memory.optimizer import lr_factor, set_lr_, step_sizes
 from retain.models.heads import resolve_head
@@ -54,7 +55,8 @@ NO_METHOD = (
 )
 CANNOT_HELP = (
     "{} cannot keep old classes apart from new ones that share their head (class-incremental): without rows of both, nothing says "
-    "how they differ. training_params.regularization: {{replay_ratio: 1.0, replay_capacity: 200}} adds stored rows."
+    "how they differ. Store some (replay_ratio: 1.0 under training_params.regularization), or, where the task of a row is known, "
+    "set stream.split.task_id: true."
 )
 MAX_SKIPPED = 100
 """Steps in a row that the loss scaler may skip: it halves the scale each time, so after these no scale would have helped."""
@@ -154,15 +156,11 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
         listener("stream", {"stream": stream, "pending": pending, "learned": run.learned, "steps": total_steps(spec, pending)})
         if prior and (changes := _changes(prior["spec"], spec)):
             _say_changes(run, changes, bool(pending), listener)
-        if len(stream.tasks) > 1 and pending and not spec.methods:
-            listener("note", {"text": NO_METHOD})
         if pending:
+            for text in _advice(spec, stream):
+                listener("note", {"text": text})
             job = make_job(spec, stream, device, prior["sizes"] if prior else [])
             training = Training(spec, stream, run, job, identity, listener, stop)
-            names = [method.name for method, _ in job.methods]
-            helps = any("class-incremental" in method.allows for method, _ in job.methods)
-            if names and not helps and training.head == "growing" and len(stream.tasks) > 1:
-                training.note(CANNOT_HELP.format(" and ".join(names)))
             if prior and latest is not None:
                 files = load_checkpoint(run.task_path(latest), FILES)
                 for text in restore_job(job, files, prior):
@@ -185,7 +183,7 @@ def look(spec: RunSpec, path: Path) -> dict[str, Any]:
     stream = build_stream(spec, prior["frozen"] if prior else None)
     check_identity(path, identity_of(spec, stream), prior)
     make_job(spec, stream, resolve_device(spec.training_params.device), prior["sizes"] if prior else [])
-    notes = list(stream.notes)
+    notes = [*stream.notes, *_advice(spec, stream)]
     pending = pending_tasks(stream, run, lambda kind, values: notes.append(values["text"]))
     tasks = [
         {
@@ -208,6 +206,19 @@ def look(spec: RunSpec, path: Path) -> dict[str, Any]:
         "steps": total_steps(spec, pending),
         "notes": notes,
     }
+
+
+def _advice(spec: RunSpec, stream: Stream) -> list[str]:
+    """What can be said before anything is learned about the methods and the stream."""
+    if len(stream.tasks) < 2:
+        return []
+    methods = build(spec.methods)
+    if not methods:
+        return [NO_METHOD]
+    shared = stream.scenario == "class-incremental" and resolve_head(spec, stream) != "per-task"
+    if shared and not any("class-incremental" in method.allows for method in methods):
+        return [CANNOT_HELP.format(" and ".join(method.name for method in methods))]
+    return []
 
 
 def _learn_all(training: Training, pending: list[Task]) -> None:
