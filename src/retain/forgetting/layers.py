@@ -413,7 +413,7 @@ _COMPOSITE = (F.embedding, F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm,
 _SELECTIONS = (
     Tensor.__getitem__,
     *(torch.index_select, Tensor.index_select, torch.masked_select, Tensor.masked_select, torch.take, Tensor.take),
-    *(torch.nonzero, Tensor.nonzero, torch._C._VariableFunctions._pack_padded_sequence),
+    *(torch.gather, Tensor.gather, torch.nonzero, Tensor.nonzero, torch._C._VariableFunctions._pack_padded_sequence),
 )
 
 OPERATIONS: dict[Any, Callable[[Watch, Any, Any, Any], Any]] = {

@@ -41,10 +41,12 @@ class Plan:
         left: parameters that are left to the caller whatever the outputs depend on: their regions overlap in part, or the
             caller says so.
         row_bytes: of the watched outputs of one row.
+        checked: shapes of a row's inputs for which the caller has seen that the plan holds.
     """
 
     def __init__(self, params: Mapping[str, Tensor], sites: Sequence[Site] | None = None, row_bytes: int = 0) -> None:
         self.row_bytes = row_bytes
+        self.checked: set[tuple[torch.Size, ...]] = set()
         self.wholes = {id(param): Region(name, 0, param.shape[0] if param.ndim else 1) for name, param in params.items()}
         self.sites = sites
         used = [region for site in sites or () if site.layout != LEFT for region in site.regions if region]
