@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retain.api import load, rollback, train
+    from retain.api import load, predict, rollback, train
     from retain.data.task import Rows, Stream, Task
     from retain.errors import ConfigError, DataError, RetainError, RunError, Stopped
     from retain.forgetting.ewc import ewc
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "load": "retain.api",
+    "predict": "retain.api",
     "rollback": "retain.api",
     "train": "retain.api",
     "Rows": "retain.data.task",
@@ -64,6 +65,7 @@ __all__ = [
     "ewc",
     "fisher_diagonal",
     "load",
+    "predict",
     "replay",
     "rollback",
     "train",

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import torch
 from torch import nn
 
+from retain.data.encode import encode
+from retain.data.sources import features_of
+from retain.data.tables import column_of, read_table
 from retain.data.task import Stream
-from retain.errors import RunError
+from retain.errors import DataError, RunError
 from retain.models.build import build_model
 from retain.spec import RunSpec
 from retain.training import loop
 from retain.training.checks import Listener
 from retain.training.lineage import RunDirectory, load_checkpoint, opened
 from retain.training.summary import summarize
+
+FORMS = {".csv": "csv", ".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".arrow": "arrow"}
+"""Forms of a table by the suffix of its file; .gz may follow."""
+
+ROWS_AT_ONCE = 65536
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,8 @@ class Learned:
         tasks: names of the tasks learned, in order.
         spec: the description of the run when the last of them was learned.
         summary: its measures; see `summary.json`.
+        columns: of a table: which columns the module takes and how they become numbers, as the first task fixed it; empty for
+            other inputs. `retain.data.encode.encode(table, columns)` gives the module's rows.
     """
 
     module: nn.Module
@@ -37,6 +49,7 @@ class Learned:
     tasks: tuple[str, ...]
     spec: RunSpec
     summary: dict[str, Any]
+    columns: list[dict[str, Any]] = field(default_factory=list)
 
 
 def as_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:
@@ -86,7 +99,49 @@ def load(run: str | Path, task: str | int | None = None) -> Learned:
     module = build_model(spec.with_values({"model.weights": None}), shape, state["sizes"])
     module.load_state_dict(found["model.safetensors"])
     tasks = tuple(record["task"] for record in records)
-    return Learned(module.eval(), tuple(shape.classes), tasks, spec, summarize(spec, records))
+    columns = state["frozen"].get("columns", [])
+    return Learned(module.eval(), tuple(shape.classes), tasks, spec, summarize(spec, records), columns)
+
+
+def predict(run: str | Path, table: str | Path, *, task: str | int | None = None, keep: Sequence[str] = ()) -> pa.Table:
+    """Classes and probabilities for the rows of a table.
+
+    Args:
+        run: the run's directory; its stream was a table.
+        table: a csv, parquet, jsonl or arrow file with the run's feature columns; it needs no label.
+        task: the model after this task, by name or number; default: the promoted one.
+        keep: columns of the table to carry along, such as an identifier.
+
+    Returns:
+        The kept columns, `prediction`, and `p(CLASS)` for every class, in the order of the rows.
+
+    Raises:
+        RunError: the run is not of a table, or its tasks have heads of their own.
+        DataError: the file cannot be read, or lacks a column.
+    """
+    learned = load(run, task)
+    if not learned.columns:
+        raise RunError(
+            f"{run} was not learned from a table. Load its model with retain.load and give it rows of the stream's kind."
+        )
+    if learned.spec.stream.split.task_id or learned.spec.model.head == "per-task":
+        raise RunError(f"{run} has a head for every task, and a row does not say its task. Use retain.load: module(x, task).")
+    path = Path(table)
+    form = next((form for suffix, form in FORMS.items() if suffix in path.suffixes), None)
+    if form is None:
+        raise DataError(f"{path}: expected a file called .csv, .parquet, .jsonl or .arrow.")
+    texts = [entry["name"] for entry in learned.columns if "categories" in entry]
+    rows = read_table(form, str(path), {*texts, *keep} if form == "csv" else ())
+    names = [entry["name"] for entry in learned.columns]
+    x = torch.from_numpy(encode(features_of(rows, names, str(path)), learned.columns))
+    with torch.no_grad():
+        dtype = next(learned.module.parameters()).dtype
+        logits = torch.cat([learned.module(part.to(dtype)).double() for part in x.split(ROWS_AT_ONCE)])
+    chances = logits.softmax(1)
+    best = [learned.classes[place] for place in chances.argmax(1).tolist()]
+    found = {name: column_of(rows, name, str(path), "--keep") for name in keep} | {"prediction": pa.array(best)}
+    found |= {f"p({name})": pa.array(chances[:, place].numpy()) for place, name in enumerate(learned.classes[: chances.shape[1]])}
+    return pa.table(found)
 
 
 def rollback(run: str | Path, task: str | int) -> list[str]:

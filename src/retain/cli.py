@@ -80,6 +80,45 @@ def train(
 
 
 @app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    table: Annotated[Path, typer.Option("--input", help="A .csv, .parquet, .jsonl or .arrow file with the run's columns.")],
+    output: Annotated[
+        Path | None, typer.Option(help="File to write, of one of these kinds; default: csv on standard output.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="The model after this task, by name or number; default: the promoted one.")
+    ] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="A column to carry along, such as an identifier; repeatable.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Classes and probabilities for the rows of a table.
+
+    Example: retain predict runs/orders --input march.csv --keep order_id --output scored.csv
+    """
+    with _errors(as_json):
+        from retain.api import FORMS
+        from retain.api import predict as score
+        from retain.data.tables import table_bytes
+        from retain.training.lineage import write_file
+
+        form = "csv" if output is None else FORMS.get(output.suffix)
+        if form is None:
+            raise ConfigError(f"--output {output}: expected a name that ends in .csv, .parquet, .jsonl or .arrow.")
+        found = score(run, table, task=task, keep=keep or ())
+        if output is not None:
+            write_file(output, table_bytes(found, form))
+        if as_json:
+            columns = {"rows": found.num_rows, "columns": found.column_names, "output": None if output is None else str(output)}
+            values = {} if output is not None else {"values": found.to_pydict()}
+            typer.echo(json.dumps({"schema": 1, **columns, **values}, ensure_ascii=False, default=str))
+        elif output is None:
+            typer.echo(table_bytes(found, "csv").decode(), nl=False)
+        else:
+            typer.echo(f"{output}: {found.num_rows:,} rows, {', '.join(found.column_names)}")
+
+
+@app.command()
 def rollback(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     task: Annotated[str, typer.Argument(help="Name or number (from 0) of the last task to keep.")],

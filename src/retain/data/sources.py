@@ -179,7 +179,7 @@ def _from_tables(
         if key is not None:
             column = tables.plain(tables.column_of(table, key, where, "stream.split.column"), key, where)
             keys = tables.present(column, key, where, "The column splits, so every row needs a value: fill it in.")
-        inputs = _image(table, stream, where, folder) if stream.image else _features(table, features, where)
+        inputs = _image(table, stream, where, folder) if stream.image else features_of(table, features, where)
         segments.append(Segment(where, part, role, inputs, labels, keys))
         extra = [name for name in table.column_names if name not in special and name not in features]
         if extra and not stream.image and not stream.features:
@@ -205,7 +205,7 @@ def _keep_features(stream: StreamSpec, planned: Sequence[str]) -> None:
         raise ConfigError(f"{seen}. Put them back, or start a new run.")
 
 
-def _features(table: pa.Table, names: Sequence[str], where: str) -> pa.Table:
+def features_of(table: pa.Table, names: Sequence[str], where: str) -> pa.Table:
     """The feature columns as float64 or string; every fault of every column at once."""
     columns, findings = {}, []
     for name in names:

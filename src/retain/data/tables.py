@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -104,6 +105,22 @@ def read_tables(form: str, paths: Sequence[str], text: Collection[str] = ()) -> 
         for path, table, reread in zip(paths, tables, again, strict=True)
     ]
     return tables, {name: f"holds text in {texts[name]} and no text in {others[name]}" for name in mixed}
+
+
+def table_bytes(table: pa.Table, form: str) -> bytes:
+    """A table as the content of a ``csv``, ``parquet``, ``jsonl`` or ``arrow`` file."""
+    sink = pa.BufferOutputStream()
+    if form == "csv":
+        pyarrow.csv.write_csv(table, sink)
+    elif form == "parquet":
+        pyarrow.parquet.write_table(table, sink)
+    elif form == "arrow":
+        with pyarrow.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in table.to_pylist()]
+        sink.write("".join(lines).encode())
+    return sink.getvalue().to_pybytes()
 
 
 def column_of(table: pa.Table, name: str, where: str, key: str) -> pa.ChunkedArray:
