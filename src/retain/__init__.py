@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retain.api import load, predict, rollback, train
+    from retain.api import load, predict, promote, rollback, train
     from retain.data.task import Rows, Stream, Task
     from retain.errors import ConfigError, DataError, RetainError, RunError, Stopped
     from retain.forgetting.ewc import ewc
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _HOME = {
     "load": "retain.api",
     "predict": "retain.api",
+    "promote": "retain.api",
     "rollback": "retain.api",
     "train": "retain.api",
     "Rows": "retain.data.task",
@@ -66,6 +67,7 @@ __all__ = [
     "fisher_diagonal",
     "load",
     "predict",
+    "promote",
     "replay",
     "rollback",
     "train",

@@ -67,9 +67,10 @@ def train(
     *,
     stream: Stream | None = None,
     listener: Listener | None = None,
+    gate: bool = False,
 ) -> dict[str, Any]:
     """Learn the tasks of a stream that a run does not have yet; see `retain.training.loop.train`."""
-    return loop.train(as_spec(spec), Path(run), stream=stream, listener=listener)
+    return loop.train(as_spec(spec), Path(run), stream=stream, listener=listener, gate=gate)
 
 
 def load(run: str | Path, task: str | int | None = None) -> Learned:
@@ -142,6 +143,28 @@ def predict(run: str | Path, table: str | Path, *, task: str | int | None = None
     found = {name: column_of(rows, name, str(path), "--keep") for name in keep} | {"prediction": pa.array(best)}
     found |= {f"p({name})": pa.array(chances[:, place].numpy()) for place, name in enumerate(learned.classes[: chances.shape[1]])}
     return pa.table(found)
+
+
+def promote(run: str | Path, task: str) -> None:
+    """Count a task that the gate refused as learned: its model is the promoted one.
+
+    Args:
+        run: the run's directory.
+        task: the task's name.
+
+    Raises:
+        RunError: there is no such run or refused task, or other tasks were learned since. Nothing was changed.
+    """
+    path = Path(run)
+    if not (path / "lineage.jsonl").is_file():
+        raise RunError(f"{path}: no such run directory.")
+    with opened(path) as directory:
+        refused = {record["task"]: record for record in directory.records if record["status"] == "rejected"}
+        if task not in refused:
+            known = ", ".join(refused) or "none"
+            raise RunError(f"{path} has no refused task {task!r}; refused: {known}.")
+        directory.promote(refused[task])
+        directory.log("promote", task=task)
 
 
 def rollback(run: str | Path, task: str | int) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retain.errors import FAILED, ConfigError, RetainError
+from retain.errors import BUDGET_BROKEN, FAILED, ConfigError, RetainError
 from retain.spec import RunSpec
 
 app = typer.Typer(
@@ -44,6 +44,7 @@ def train(
     settings: Settings = None,
     run: RunOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and say what would be done.")] = False,
+    gate: Annotated[bool, typer.Option("--gate", help="Refuse a task that breaks a budget; exit 3 where one is broken.")] = False,
     as_json: Json = False,
 ) -> None:
     """Learn the tasks of the stream that the run does not have yet.
@@ -68,7 +69,7 @@ def train(
         progress = TerminalProgress(console)
         try:
             with _shown_log(), redirect_stdout(sys.stderr):  # what a user's own factory prints is not part of the result
-                summary = learn(spec, path, listener=progress)
+                summary = learn(spec, path, listener=progress, gate=gate)
         finally:
             progress.close()
         if as_json:
@@ -77,6 +78,9 @@ def train(
             table = _console()
             table.print(summary_view(summary))
             table.print(str(path / "summary.json"), style="dim", highlight=False, markup=False, soft_wrap=True)
+        broken = any(budget["status"] == "broken" for budget in summary["budgets"].values())
+        if gate and (broken or summary["rejected"]):
+            raise typer.Exit(BUDGET_BROKEN)
 
 
 @app.command()
@@ -116,6 +120,25 @@ def predict(
             typer.echo(table_bytes(found, "csv").decode(), nl=False)
         else:
             typer.echo(f"{output}: {found.num_rows:,} rows, {', '.join(found.column_names)}")
+
+
+@app.command()
+def promote(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    task: Annotated[str, typer.Argument(help="Name of a task that the gate refused.")],
+    as_json: Json = False,
+) -> None:
+    """Count a task that the gate refused as learned; its model is the promoted one.
+
+    Example: retain promote runs/orders 2026-03
+    """
+    with _errors(as_json):
+        from retain.api import promote as accept
+
+        accept(run, task)
+        typer.echo(
+            json.dumps({"schema": 1, "promoted": task}, ensure_ascii=False) if as_json else f"{run}: {task} is the promoted task."
+        )
 
 
 @app.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -72,8 +74,20 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def pending_tasks(stream: Stream, run: RunDirectory, listener: Listener) -> list[Task]:
-    """Tasks that are not learned; speaks of learned ones that are gone or have changed."""
+def config_of(spec: RunSpec) -> str:
+    """A hash of everything that a configuration says, defaults included."""
+    return hashlib.sha256(json.dumps(spec.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def pending_tasks(stream: Stream, run: RunDirectory, listener: Listener, config: str) -> list[Task]:
+    """Tasks to learn: neither learned nor refused as they are; speaks of refused ones, and of learned ones that have changed.
+
+    Args:
+        stream: what there is.
+        run: what was learned and refused.
+        listener: hears it.
+        config: `config_of` the configuration.
+    """
     learned = {record["task"]: record for record in run.learned}
     current = {task.name: task for task in stream.tasks}
     for name, record in learned.items():
@@ -91,7 +105,16 @@ def pending_tasks(stream: Stream, run: RunDirectory, listener: Listener) -> list
                 f"Task {name} has other rows now than when it was learned; it is measured on {rows}, and new rows are not learned."
             )
             listener("note", {"text": text})
-    return [task for task in stream.tasks if task.name not in learned]
+    refused = {
+        record["task"]
+        for record in run.records
+        if record["status"] == "rejected" and record["config"] == config and record["task"] not in learned
+        if record["task"] in current and current[record["task"]].fingerprint == record["fingerprint"]
+    }
+    for name in sorted(refused):
+        text = f"Task {name} was refused by the gate, and neither its rows nor the configuration have changed: it is left out."
+        listener("note", {"text": f"{text} retain promote {run.path} {name} accepts it."})
+    return [task for task in stream.tasks if task.name not in learned and task.name not in refused]
 
 
 def check_disk(job: Job, task: Task, path: Path) -> None:

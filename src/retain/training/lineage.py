@@ -34,7 +34,7 @@ HEAVY = ("model.safetensors", "methods.safetensors", "optimizer.safetensors")
 
 STALE = (
     *(f".{name}.tmp" for name in ("lineage.jsonl", "latest", "summary.json")),
-    *(f"{place}.{end}" for place in ("tasks/.[0-9]*", "partial/.[0-9]*") for end in ("tmp", "removed")),
+    *(f"{place}.{end}" for place in ("tasks/.[0-9]*", "partial/.[0-9]*", "rejected/.[0-9]*") for end in ("tmp", "removed")),
     f"tasks/[0-9]*/.{MANIFEST}.tmp",
 )
 """What a killed process may have left half written; nothing else in the directory is ever removed."""
@@ -138,6 +138,37 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
         self.point_latest(record["number"])
+
+    def add_rejected(self, record: dict[str, Any], files: Mapping[str, Any]) -> None:
+        """Keep a task that the gate refused: its checkpoint, as it would count if it were promoted, and a line in the lineage."""
+        save_checkpoint(self.rejected_path(record["number"]), files)
+        self.records.append({**record, "status": "rejected"})
+        self.write_records()
+
+    def promote(self, record: dict[str, Any]) -> None:
+        """Count a rejected task as learned.
+
+        Raises:
+            RunError: other tasks were learned since, or its checkpoint is gone.
+        """
+        number, path = record["number"], self.rejected_path(record["number"])
+        if number != len(self.learned):
+            since = ", ".join(each["task"] for each in self.learned[number:])
+            raise RunError(f"{record['task']} was refused before {since} was learned. Roll back to the task before first.")
+        if not path.exists() or load_checkpoint(path, ["record.json"])["record.json"]["task"] != record["task"]:
+            raise RunError(f"the model of {record['task']} is no longer kept: a later task was refused in its place.")
+        load_checkpoint(path, HEAVY)
+        self.drop_partials()
+        self.task_path(number).parent.mkdir(exist_ok=True)
+        path.rename(self.task_path(number))
+        record["status"] = "promoted"
+        self.records.append(load_checkpoint(self.task_path(number), ["record.json"])["record.json"])
+        self.write_records()
+        self.point_latest(number)
+
+    def rejected_path(self, number: int) -> Path:
+        """Where the checkpoint of a rejected task lies."""
+        return self.path / "rejected" / f"{number:04d}"
 
     def drop_partials(self, keep: int = 0) -> None:
         """Remove checkpoints within a task, all but the newest `keep`."""

@@ -32,7 +32,16 @@ from retain.params import check_finite, derive
 from retain.seams import StepContext
 from retain.spec import SOURCES, RunSpec, differences
 from retain.step import Job, train_step
-from retain.training.checks import Listener, check_disk, check_identity, check_names, diverged, identity_of, pending_tasks
+from retain.training.checks import (
+    Listener,
+    check_disk,
+    check_identity,
+    check_names,
+    config_of,
+    diverged,
+    identity_of,
+    pending_tasks,
+)
 from retain.training.evaluate import measure
 from retain.training.job import FILES, grow_job, job_files, make_job, restore_job
 from retain.training.lineage import (
@@ -57,6 +66,10 @@ CANNOT_HELP = (
     "{} cannot keep old classes apart from new ones that share their head (class-incremental): without rows of both, nothing says "
     "how they differ. Store some (replay_ratio: 1.0 under training_params.regularization), or, where the task of a row is known, "
     "set stream.split.task_id: true."
+)
+REFUSED = (
+    "Task {task} is refused by the gate: forgetting {measured:.3f} is over the budget of {limit:g}. The model before it stays. "
+    "retain promote {run} {task} accepts it; it is tried again when its rows or the configuration have changed."
 )
 MAX_SKIPPED = 100
 """Steps in a row that the loss scaler may skip: it halves the scale each time, so after these no scale would have helped."""
@@ -95,6 +108,7 @@ class Training:
     identity: dict[str, Any]
     listener: Listener
     stop: StopRequest
+    gate: bool = False
 
     @property
     def number(self) -> int:
@@ -121,7 +135,9 @@ class StopRequest:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: Listener | None = None) -> dict[str, Any]:
+def train(
+    spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: Listener | None = None, gate: bool = False
+) -> dict[str, Any]:
     """Learn the tasks of the stream that the run does not have yet.
 
     Args:
@@ -129,9 +145,11 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
         path: its directory; created when it does not exist.
         stream: tasks made in Python; default: what `spec.stream` describes.
         listener: hears progress.
+        gate: refuse a task with which a budget is broken: the run stops there, the model before it stays, and the task is tried
+            again only when its rows or the configuration have changed.
 
     Returns:
-        The summary, as in `summary.json`.
+        The summary, as in `summary.json`, with the task that was refused, if one was (`rejected`).
 
     Raises:
         ConfigError: the spec, the data and the run directory do not go together.
@@ -152,7 +170,8 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
         check_identity(path, identity, prior)
         for text in (*run.notes, *stream.notes):
             listener("note", {"text": text})
-        pending = pending_tasks(stream, run, listener)
+        pending = pending_tasks(stream, run, listener, config_of(spec))
+        rejected = None
         listener("stream", {"stream": stream, "pending": pending, "learned": run.learned, "steps": total_steps(spec, pending)})
         if prior and (changes := _changes(prior["spec"], spec)):
             _say_changes(run, changes, bool(pending), listener)
@@ -160,14 +179,14 @@ def train(spec: RunSpec, path: Path, *, stream: Stream | None = None, listener: 
             for text in _advice(spec, stream):
                 listener("note", {"text": text})
             job = make_job(spec, stream, device, prior["sizes"] if prior else [])
-            training = Training(spec, stream, run, job, identity, listener, stop)
+            training = Training(spec, stream, run, job, identity, listener, stop, gate)
             if prior and latest is not None:
                 files = load_checkpoint(run.task_path(latest), FILES)
                 for text in restore_job(job, files, prior):
                     training.note(text)
-            _learn_all(training, pending)
+            rejected = _learn_all(training, pending)
         run.drop_partials()
-        summary = summarize(spec, run.learned)
+        summary = {**summarize(spec, run.learned), "rejected": rejected}
         write_file(path / "summary.json", to_json(summary))
         listener("done", {"summary": summary})
         return summary
@@ -184,7 +203,7 @@ def look(spec: RunSpec, path: Path) -> dict[str, Any]:
     check_identity(path, identity_of(spec, stream), prior)
     make_job(spec, stream, resolve_device(spec.training_params.device), prior["sizes"] if prior else [])
     notes = [*stream.notes, *_advice(spec, stream)]
-    pending = pending_tasks(stream, run, lambda kind, values: notes.append(values["text"]))
+    pending = pending_tasks(stream, run, lambda kind, values: notes.append(values["text"]), config_of(spec))
     tasks = [
         {
             "task": task.name,
@@ -221,17 +240,20 @@ def _advice(spec: RunSpec, stream: Stream) -> list[str]:
     return []
 
 
-def _learn_all(training: Training, pending: list[Task]) -> None:
+def _learn_all(training: Training, pending: list[Task]) -> str | None:
+    """Learn these tasks; the name of the one that the gate refused, where it stops."""
     reset_peak(training.job.device)
     undos = [method.apply_(training.job.model, state) for method, state in training.job.methods if method.apply_ is not None]
     try:
         for task in pending:
-            _learn(training, task)
+            if not _learn(training, task):
+                return task.name
             if training.stop.signal is not None and task is not pending[-1]:
                 raise Stopped(training.stop.signal, f"Stopped after task {task.name}; the same command goes on with the next one.")
     finally:
         for undo in reversed(undos):
             undo()
+    return None
 
 
 def total_steps(spec: RunSpec, tasks: list[Task]) -> int:
@@ -249,8 +271,8 @@ def task_steps(spec: RunSpec, task: Task) -> int:
 # --- one task ---------------------------------------------------------------------------------------------------------
 
 
-def _learn(training: Training, task: Task) -> None:
-    """Learn one task from where its last checkpoint stands, and keep it."""
+def _learn(training: Training, task: Task) -> bool:
+    """Learn one task from where its last checkpoint stands, and keep it; False where the gate refuses it."""
     run, number = training.run, training.number
     progress = _resume(training, task)
     if progress is None:
@@ -276,11 +298,19 @@ def _learn(training: Training, task: Task) -> None:
     content["spec.yaml"] = _spec_yaml(training.spec)
     if training.spec.stream.keep_eval:
         content["eval.safetensors"] = task.test.tensors()
+    budget = summarize(training.spec, [*run.learned, record])["budgets"]["forgetting"]
+    if training.gate and budget["status"] == "broken":
+        run.add_rejected({**record, "config": config_of(training.spec)}, content)
+        run.drop_partials()
+        run.log("rejected", task=task.name, number=number, **budget)
+        training.listener("note", {"text": REFUSED.format(task=task.name, run=run.path, **budget)})
+        return False
     run.add_task(record, content)
     run.drop_partials()
     if training.spec.checkpoint.keep_tasks != "all":
         run.prune_tasks(training.spec.checkpoint.keep_tasks)
     run.log("learned", task=task.name, number=number)
+    return True
 
 
 def _begin(training: Training, task: Task) -> Progress:
