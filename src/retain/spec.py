@@ -189,7 +189,8 @@ SOURCES = ("builtin", "csv", "parquet", "jsonl", "arrow", "npz", "hf", "factory"
 class StreamSpec(Strict):
     """Where rows come from, which columns they have, how they become tasks and how tasks are scored."""
 
-    builtin: Literal["digits"] | None = None
+    builtin: Literal["digits", "fraud"] | None = None
+    """`fraud`: card transactions, SIMULATED; its label is `fraud`, and its tasks are months unless `split` says otherwise."""
     csv: Files | None = None
     parquet: Files | None = None
     jsonl: Files | None = None

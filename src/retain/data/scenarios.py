@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from retain.data import encode, splits
+from retain.data import encode, fraud, splits
 from retain.data.encode import Labels
 from retain.data.images import rotated
 from retain.data.sources import TEST, TRAIN, VALIDATION, Source, read, unique
@@ -45,7 +45,8 @@ def build_stream(spec: RunSpec, frozen: Mapping[str, Any] | None = None) -> Stre
         ConfigError: the configuration does not fit the data.
         DataError: the data cannot be read or used.
     """
-    stream, split = spec.stream, resolved_split(spec.stream)
+    split = resolved_split(spec.stream)
+    stream = spec.stream.model_copy(update={"split": split})
     fixed = dict(frozen or {})
     seed = fixed.setdefault("seed", spec.training_params.seed)
     source = read(stream, seed, fixed)
@@ -96,6 +97,8 @@ def resolved_split(stream: StreamSpec) -> SplitSpec:
     unasked = not split.model_fields_set - {"task_id"}
     if (own and split.by == "none") or (unasked and (own or isinstance(getattr(stream, stream.source), tuple))):
         return split.model_copy(update={"by": "file"})
+    if unasked and stream.builtin == "fraud":
+        return split.model_copy(update={"by": "time", "column": fraud.DATE, "every": "month"})
     if unasked and stream.source == "hf":
         return split.model_copy(update={"by": "none"})
     return split

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 import torch
 
-from retain.data import images, tables
+from retain.data import fraud, images, tables
 from retain.errors import ConfigError, DataError
 from retain.factory import blaming, load_factory
 from retain.params import derive, generator
@@ -96,6 +96,8 @@ def read(stream: StreamSpec, seed: int, frozen: Mapping[str, Any]) -> Source:
 
         found, notes = load(stream)
         return _from_tables(stream, found, Path(str(stream.hf)), frozen, notes)
+    if stream.builtin == "fraud":
+        return _fraud(stream, frozen)
     segments = {"builtin": _digits, "factory": _factory, "random": _random}[name](stream, seed)
     return _of_one_kind(segments)
 
@@ -308,6 +310,15 @@ def _digits(stream: StreamSpec, seed: int) -> list[Segment]:
     digits = load_digits()
     x = np.round(digits.images * 255 / 16).astype(np.uint8)
     return _from_arrays({"x_train": x, "y_train": digits.target}, "digits", "digits", stream)
+
+
+def _fraud(stream: StreamSpec, frozen: Mapping[str, Any]) -> Source:
+    """Simulated card transactions, the same ones in every run; columns that give the label away are never features."""
+    label = stream.label or fraud.LABEL
+    hidden = [name for name in fraud.NO_FEATURES if name not in (label, stream.split.column)]
+    stream = stream.model_copy(update={"label": label, "drop": (*stream.drop, *hidden)})
+    notes = ["The transactions are simulated (Fraud Detection Handbook); nobody paid them."]
+    return _from_tables(stream, [("fraud", "fraud", TRAIN, fraud.simulate(rows=fraud.ROWS))], Path(), frozen, notes)
 
 
 def _random(stream: StreamSpec, seed: int) -> list[Segment]:

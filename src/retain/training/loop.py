@@ -186,7 +186,7 @@ def train(
                     training.note(text)
             rejected = _learn_all(training, pending)
         run.drop_partials()
-        summary = {**summarize(spec, run.learned), "rejected": rejected}
+        summary = summarize(spec, run.learned) | {"rejected": rejected}
         write_file(path / "summary.json", to_json(summary))
         listener("done", {"summary": summary})
         return summary
