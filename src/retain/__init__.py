@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retain.api import load, predict, promote, rollback, train
+    from retain.api import init, load, predict, promote, rollback, train
     from retain.data.task import Rows, Stream, Task
     from retain.errors import ConfigError, DataError, RetainError, RunError, Stopped
     from retain.forgetting.ewc import ewc
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from retain.step import CLASSIFICATION
 
 _HOME = {
+    "init": "retain.api",
     "load": "retain.api",
     "predict": "retain.api",
     "promote": "retain.api",
@@ -65,6 +66,7 @@ __all__ = [
     "Task",
     "ewc",
     "fisher_diagonal",
+    "init",
     "load",
     "predict",
     "promote",

@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from retain.data.encode import encode
+from retain.data.propose import propose
 from retain.data.sources import features_of
 from retain.data.tables import column_of, read_table
 from retain.data.task import Stream
-from retain.errors import DataError, RunError
+from retain.errors import ConfigError, DataError, RunError
 from retain.models.build import build_model
 from retain.spec import RunSpec
 from retain.training import loop
 from retain.training.checks import Listener
-from retain.training.lineage import RunDirectory, load_checkpoint, opened
+from retain.training.lineage import RunDirectory, load_checkpoint, opened, write_file
 from retain.training.summary import summarize
 
 FORMS = {".csv": "csv", ".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".arrow": "arrow"}
@@ -59,6 +60,44 @@ def as_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:
     if isinstance(spec, Mapping):
         return RunSpec.parse(spec, base=Path.cwd())
     return RunSpec.load(spec)
+
+
+def init(
+    data: str | Path | Sequence[str | Path],
+    label: str,
+    *,
+    time: str | None = None,
+    output: str | Path = "retain.yaml",
+    force: bool = False,
+) -> dict[str, Any]:
+    """Look at tables and write a first configuration for them, with a comment on every choice.
+
+    Args:
+        data: one file or several of one form.
+        label: the column of labels.
+        time: the column that splits by time; default: the only column of dates of a single file.
+        output: the YAML file; paths in it are relative to its folder.
+        force: replace the file if it is there.
+
+    Returns:
+        What was seen: `rows`, `files`, `classes`, `columns`, `time`, `tasks`, `notes`, and the `config` that was written.
+
+    Raises:
+        ConfigError: the file is there already, or the data or a column cannot be used. Nothing was written.
+    """
+    path, files = Path(output), [str(file) for file in ([data] if isinstance(data, (str, Path)) else data)]
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: expected a file name in a folder that is there.")
+    if not force and (path.exists() or path.is_symlink()):
+        raise ConfigError(f"--output {path}: the file is there already. Replace it with --force, or give another name.")
+    forms = {FORMS.get(Path(file.lower().removesuffix(".gz")).suffix) for file in files}
+    if len(forms) != 1 or None in forms:
+        raise ConfigError(f"--data {', '.join(files)}: expected files of one form: .csv, .parquet, .jsonl or .arrow.")
+    if len(set(files)) < len(files):
+        raise ConfigError(f"--data {', '.join(files)}: a file is listed twice. List each file once.")
+    found = propose(str(forms.pop()), files, label, time, path.parent.resolve())
+    write_file(path, found.text.encode())
+    return found.seen
 
 
 def train(

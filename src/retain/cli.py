@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -36,6 +37,31 @@ def _options(version: Annotated[bool, typer.Option("--version", help="Print the 
 
         typer.echo(f"retain {retain.__version__}")
         raise typer.Exit
+
+
+@app.command()
+def init(
+    data: Annotated[list[str], typer.Option("--data", help="A .csv, .parquet, .jsonl or .arrow file; repeatable.")],
+    label: Annotated[str, typer.Option(help="The column of labels.")],
+    time: Annotated[str | None, typer.Option(help="The column that splits by time; default: the only one of dates.")] = None,
+    output: Annotated[Path, typer.Option(help="The YAML file to write.")] = Path("retain.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Look at tables and write a commented configuration that `retain train` takes as it stands.
+
+    Example: retain init --data orders.csv --label churned --time ordered
+    """
+    with _errors(as_json):
+        from retain.api import init as write
+
+        seen = write(data, label, time=time, output=output, force=force)
+        if as_json:
+            typer.echo(json.dumps({"schema": 1, "output": str(output), **seen}, ensure_ascii=False))
+            return
+        counts = f"{seen['rows']:,} rows, {len(seen['classes'])} classes, {len(seen['columns'])} other columns"
+        typer.echo(f"{output}: {counts}, tasks: {len(seen['tasks'])}, metric: {seen['config']['stream']['metric']}.")
+        typer.echo(f"Next: retain train {shlex.quote(str(output))} --dry-run")
 
 
 @app.command()
