@@ -9,15 +9,16 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from retain.data.encode import encode
+from retain.data.features import encode, layout, texts
 from retain.data.propose import propose
 from retain.data.sources import features_of
 from retain.data.tables import column_of, read_table
 from retain.data.task import Stream
 from retain.errors import ConfigError, DataError, RunError
 from retain.models.build import build_model
+from retain.seams import Batch
 from retain.spec import RunSpec
 from retain.training import loop
 from retain.training.checks import Listener
@@ -41,8 +42,8 @@ class Learned:
         tasks: names of the tasks learned, in order.
         spec: the description of the run when the last of them was learned.
         summary: its measures; see `summary.json`.
-        columns: of a table: which columns the module takes and how they become numbers, as the first task fixed it; empty for
-            other inputs. `retain.data.encode.encode(table, columns)` gives the module's rows.
+        columns: of a table: which columns the module takes and how they become numbers, as the first task fixed it (see
+            `retain.data.features`); empty for other inputs.
     """
 
     module: nn.Module
@@ -51,6 +52,21 @@ class Learned:
     spec: RunSpec
     summary: dict[str, Any]
     columns: list[dict[str, Any]] = field(default_factory=list)
+
+    def rows(self, table: pa.Table, where: str = "the table") -> dict[str, Tensor]:
+        """A table's rows as the module takes them: ``module(**rows)``.
+
+        Args:
+            table: with the run's feature columns; others are not looked at.
+            where: names the table in messages.
+
+        Raises:
+            RunError: the run was not learned from a table.
+            DataError: a column is not there, or holds what the run cannot read.
+        """
+        if not self.columns:
+            raise RunError("The run was not learned from a table: give its module rows of the stream's own kind.")
+        return encode(features_of(table, [entry["name"] for entry in self.columns], where), self.columns)
 
 
 def as_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:
@@ -135,11 +151,20 @@ def load(run: str | Path, task: str | int | None = None) -> Learned:
     state = found["state.json"]
     spec = RunSpec.parse(state["spec"])
     inputs = state["identity"]["input"]
-    shape = Stream((), state["frozen"]["classes"], inputs["kind"], tuple(inputs["shape"]), state["scenario"])
+    columns = state["frozen"].get("columns", [])
+    rows = layout(columns)
+    shape = Stream(
+        (),
+        state["frozen"]["classes"],
+        inputs["kind"],
+        tuple(inputs["shape"]),
+        state["scenario"],
+        gaps=rows.gaps,
+        categories=[len(values) for _, values in rows.categories],
+    )
     module = build_model(spec.with_values({"model.weights": None}), shape, state["sizes"])
     module.load_state_dict(found["model.safetensors"])
     tasks = tuple(record["task"] for record in records)
-    columns = state["frozen"].get("columns", [])
     return Learned(module.eval(), tuple(shape.classes), tasks, spec, summarize(spec, records), columns)
 
 
@@ -170,13 +195,12 @@ def predict(run: str | Path, table: str | Path, *, task: str | int | None = None
     form = next((form for suffix, form in FORMS.items() if suffix in path.suffixes), None)
     if form is None:
         raise DataError(f"{path}: expected a file called .csv, .parquet, .jsonl or .arrow.")
-    texts = [entry["name"] for entry in learned.columns if "categories" in entry]
-    rows = read_table(form, str(path), {*texts, *keep} if form == "csv" else ())
-    names = [entry["name"] for entry in learned.columns]
-    x = torch.from_numpy(encode(features_of(rows, names, str(path)), learned.columns))
+    rows = read_table(form, str(path), {*texts(learned.columns), *keep} if form == "csv" else ())
+    inputs = learned.rows(rows, str(path))
+    dtype = next(learned.module.parameters()).dtype
+    parts = Batch(inputs, torch.zeros(rows.num_rows)).parts(ROWS_AT_ONCE)
     with torch.no_grad():
-        dtype = next(learned.module.parameters()).dtype
-        logits = torch.cat([learned.module(part.to(dtype)).double() for part in x.split(ROWS_AT_ONCE)])
+        logits = torch.cat([learned.module(**part.inputs_as(dtype)).double() for part in parts])
     chances = logits.softmax(1)
     best = [learned.classes[place] for place in chances.argmax(1).tolist()]
     found = {name: column_of(rows, name, str(path), "--keep") for name in keep} | {"prediction": pa.array(best)}

@@ -187,6 +187,7 @@ class StepContext(NamedTuple):
         rows: new rows of this task drawn before this step; None where batches are all of one size.
         total_rows: new rows that this pass over the task draws in all; None where that is not known.
         micro_batch: rows of one forward pass at most; None for no limit.
+        class_weights: weight of each label's rows in the loss, [labels], which the batch's own `weights` have already; None for 1.
         step_sizes: learning rate of each parameter by name, before any schedule; None where it is not known.
         task: tasks learned before this one.
         classes: classes seen so far, this task's included.
@@ -205,6 +206,7 @@ class StepContext(NamedTuple):
     rows: int | None = None
     total_rows: int | None = None
     micro_batch: int | None = None
+    class_weights: Tensor | None = None
     step_sizes: Mapping[str, float] | None = None
     task: int = 0
     classes: int = 0

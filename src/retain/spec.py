@@ -7,6 +7,7 @@ This module imports no torch, so that a wrong configuration is refused within a 
 from __future__ import annotations
 
 import ast
+import datetime
 import difflib
 import glob
 import math
@@ -63,6 +64,11 @@ Label = str | bool | int | float
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, (str, os.PathLike)) else value
+
+
+def _as_text(value: Any) -> Any:
+    """Dates and numbers as YAML reads them, as texts."""
+    return str(value) if isinstance(value, (int, float, datetime.date)) and not isinstance(value, bool) else value
 
 
 def _text_keys(value: Any) -> Any:
@@ -150,6 +156,15 @@ class RandomSpec(Strict):
     tasks: Count = 1
 
 
+class FraudSpec(Strict):
+    """How many simulated card transactions there are; the same ones for the same numbers."""
+
+    rows: Annotated[int, Field(ge=1000, le=2**31, strict=True)] = 100_000
+    months: Annotated[int, Field(ge=1, le=120, strict=True)] = 6
+    """Calendar months from April 2018 on."""
+    seed: Annotated[int, Field(ge=0, strict=True)] = 0
+
+
 class SplitSpec(Strict):
     """How rows become tasks."""
 
@@ -165,6 +180,8 @@ class SplitSpec(Strict):
     every: Literal["day", "week", "month", "quarter", "year"] | None = None
     periods: Count | None = None
     """by time: this many tasks of equal row count, in time order."""
+    until: Annotated[str, BeforeValidator(_as_text)] | None = None
+    """by time: later rows are left out, as if they were not there yet: 2018-07 keeps all of July, 2018-07-31 all of that day."""
     tasks: Count = 10
     """by permutation and by rotation: how many tasks."""
     max_angle: Annotated[float, Field(gt=0, le=360)] = 180.0
@@ -178,6 +195,8 @@ class SplitSpec(Strict):
             raise ValueError(f"split by {self.by} needs `column: NAME`")
         if self.by == "time" and (self.every is None) == (self.periods is None):
             raise ValueError("split by time needs one of `every: month` and `periods: 4`")
+        if self.by != "time" and self.until is not None:
+            raise ValueError("`until` goes with `by: time` only")
         if self.by != "column" and self.shared:
             raise ValueError("`shared` goes with `by: column` only")
         return self
@@ -191,6 +210,7 @@ class StreamSpec(Strict):
 
     builtin: Literal["digits", "fraud"] | None = None
     """`fraud`: card transactions, SIMULATED; its label is `fraud`, and its tasks are months unless `split` says otherwise."""
+    fraud: FraudSpec | None = None
     csv: Files | None = None
     parquet: Files | None = None
     jsonl: Files | None = None
@@ -204,6 +224,11 @@ class StreamSpec(Strict):
     features: Columns | None = None
     image: str | None = None
     drop: Columns = ()
+    id: str | None = None
+    """A table's column that says whom a row is about (a customer, a card). It is no feature; a keyed hash of it stays beside
+    stored rows, so that `retain purge` finds them."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """drop: a table's rows that repeat an earlier one in every column are left out."""
     image_size: Count | None = None
     """Images are resized to this height and width (bilinear)."""
     image_mean: Finite | tuple[Finite, ...] = 0.0
@@ -228,6 +253,11 @@ class StreamSpec(Strict):
             raise ValueError("a table needs `label: COLUMN`")
         if self.features and self.image:
             raise ValueError("give `features` or `image`, not both")
+        if self.fraud is not None and self.builtin != "fraud":
+            raise ValueError("`fraud` goes with `builtin: fraud`")
+        arrays = self.source in ("npz", "factory", "random") or (self.source == "builtin" and self.builtin != "fraud")
+        if arrays and (self.id is not None or self.duplicates == "drop"):
+            raise ValueError("`id` and `duplicates` need a table (csv, parquet, jsonl, arrow, hf, or builtin: fraud)")
         return self
 
     @property
@@ -483,6 +513,9 @@ class TrainingSpec(Strict):
     """Gradients are clipped to this global norm."""
     decay: Literal["matrices", "all"] = "matrices"
     """What weight decay acts on: parameters of two or more dimensions, or also biases and norms."""
+    class_weights: Literal["none", "balanced"] | Annotated[dict[str, Positive], BeforeValidator(_text_keys)] = "none"
+    """Weight of each class's rows in the loss. balanced: every class of a task counts the same; or a weight for each class by
+    name (1 for those not named). Scaled to mean 1 over the task's rows."""
     reset_optimizer: bool = False
     """Drop the optimizer's state at every new task."""
     seed: Annotated[int, Field(ge=0)] = 0

@@ -1,12 +1,9 @@
-import json
-import math
-
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from retain.data.encode import CLIP, encode, feature_names, make_plan, read_labels, relabelled
-from retain.errors import ConfigError, DataError
+from retain.data.encode import id_hashes, read_labels, relabelled
+from retain.errors import ConfigError
 
 
 def column(values):
@@ -40,31 +37,11 @@ def test_labels_are_replaced_by_parity_or_a_mapping():
         relabelled(read_labels(column(["a", "b", "a"])), "parity")
 
 
-def test_numbers_are_standardised_by_the_rows_of_the_plan_and_clipped():
-    x = np.array([1.0, 2.0, 4.0, 1e9, -1e9])
-    plan = make_plan(pa.table({"x": x, "constant": np.full(5, 0.1)}), np.array([0, 1, 2]))
-    out = encode(pa.table({"x": x, "constant": [0.1, 0.1, 0.1, 0.1, 5.1]}), plan)
-    want = (x[:3] - x[:3].mean()) / x[:3].std()
-    assert out.dtype == np.float32
-    np.testing.assert_allclose(out[:, 0], [*want, CLIP, -CLIP], rtol=1e-6)
-    np.testing.assert_allclose(out[:, 1], [0, 0, 0, 0, 5], atol=1e-6)
-
-
-def test_texts_become_indicators_and_unseen_ones_are_others():
-    table = pa.table({"job": ["nurse", "cook", "nurse", "pilot"], "age": [1.0, 2.0, 3.0, 4.0]})
-    plan = json.loads(json.dumps(make_plan(table, np.array([0, 1, 2]))))
-    assert feature_names(plan) == ["job=cook", "job=nurse", "job=(other)", "age"]
-    assert encode(table, plan)[:, :3].tolist() == [[0, 1, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]]
-
-
-def test_an_identifier_and_a_changed_type_are_refused():
-    names = pa.table({"id": [f"n{row}" for row in range(1001)]})
-    with pytest.raises(DataError, match=r"column id holds 1,001 distinct texts.*stream\.drop: \[id\]"):
-        make_plan(names, np.arange(1001))
-    plan = make_plan(pa.table({"x": [1.0, 2.0]}), np.arange(2))
-    with pytest.raises(DataError, match=r"column x held numbers when the run began and holds text now"):
-        encode(pa.table({"x": ["a", "b"]}), plan)
-
-
-def test_the_plan_is_finite_for_one_row():
-    assert all(math.isfinite(entry["std"]) for entry in make_plan(pa.table({"x": [3.0]}), np.arange(1)))
+def test_an_identifier_is_a_keyed_hash_of_what_it_says():
+    """The same for 17 and 17.0; another key, another hash; a missing one is 0."""
+    ids = id_hashes(pa.chunked_array([[17, None, 18, 17]]), 5)
+    assert ids[0] == ids[3] != ids[2] and ids[1] == 0 and ids.dtype == np.int64
+    assert id_hashes([17.0, "18"], 5).tolist() == ids[[0, 2]].tolist()
+    assert id_hashes([17], 6)[0] != ids[0]
+    many = id_hashes(pa.chunked_array([np.arange(100_000)]), -(2**63))
+    assert len(np.unique(many)) == 100_000 and abs((many > 0).mean() - 0.5) < 0.01

@@ -20,8 +20,7 @@ def simulated(rows=3000, days=60, seed=0, mix=OFTEN):
 
 
 def build(rows=3000, **keys):
-    with mock.patch.object(fraud, "ROWS", rows):
-        return build_stream(RunSpec.parse({"stream": {"builtin": "fraud", **keys}}))
+    return build_stream(RunSpec.parse({"stream": {"builtin": "fraud", "fraud": {"rows": rows}, **keys}}))
 
 
 def made_up(rows, seed=0, seconds=60 * DAY):
@@ -176,12 +175,12 @@ def test_the_mix_shifts_from_month_to_month():
 def test_the_same_seed_gives_the_same_rows_and_the_training_seed_changes_none():
     one, again, other = (fraud.simulate(rows=2000, seed=seed) for seed in (1, 1, 2))
     assert one.equals(again) and not one.equals(other) and one.num_rows == 2000
-    rows = []
+    rows, stream = [], {"builtin": "fraud", "fraud": {"rows": 2000, "months": 2, "seed": 3}}
     for seed in (0, 1):
-        with mock.patch.object(fraud, "simulate", wraps=fraud.simulate) as spied, mock.patch.object(fraud, "ROWS", 2000):
-            build_stream(RunSpec.parse({"stream": {"builtin": "fraud"}, "training_params": {"seed": seed}}))
+        with mock.patch.object(fraud, "simulate", wraps=fraud.simulate) as spied:
+            build_stream(RunSpec.parse({"stream": stream, "training_params": {"seed": seed}}))
         rows.append(spied.call_args)
-    assert rows[0] == rows[1]
+    assert rows[0] == rows[1] == mock.call(rows=2000, months=2, seed=3)
 
 
 def test_without_a_split_every_month_is_a_task():
@@ -204,11 +203,10 @@ def test_scenarios_can_be_the_tasks_and_no_column_gives_the_label_away():
 
 def test_a_run_learns_the_months_and_goes_on(tmp_path):
     values = {
-        "stream": {"builtin": "fraud", "metric": "average_precision"},
+        "stream": {"builtin": "fraud", "fraud": {"rows": 4000}, "metric": "average_precision", "id": "customer"},
         "model": {"mlp": {"hidden": [8]}},
         "training_params": {"max_steps": 3, "device": "cpu", "regularization": {"replay_ratio": 0.5, "replay_capacity": 100}},
     }
-    with mock.patch.object(fraud, "ROWS", 4000):
-        first = loop.train(RunSpec.parse(values), tmp_path / "run")
-        assert len(first["tasks"]) == 6
-        assert loop.train(RunSpec.parse(values), tmp_path / "run") == first
+    first = loop.train(RunSpec.parse(values), tmp_path / "run")
+    assert len(first["tasks"]) == 6
+    assert loop.train(RunSpec.parse(values), tmp_path / "run") == first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,14 +34,23 @@ class TaskBatches:
         task: tasks learned before this one.
         with_task: whether the model is told the task (per-task heads).
         classes: global class ids of the task's local labels, [local classes]; None where labels are global.
+        class_weights: weight in the loss of the rows of each label, [labels]; None for 1 each.
     """
 
     def __init__(
-        self, rows: Rows, batch_size: int, *, seed: int, task: int, with_task: bool = False, classes: Tensor | None = None
+        self,
+        rows: Rows,
+        batch_size: int,
+        *,
+        seed: int,
+        task: int,
+        with_task: bool = False,
+        classes: Tensor | None = None,
+        class_weights: Tensor | None = None,
     ) -> None:
         self.rows, self.batch_size, self.seed, self.task = rows, batch_size, seed, task
         self.extra: dict[str, Column] = {"task": task} if with_task else {}
-        self.classes = classes
+        self.classes, self.class_weights = classes, class_weights
         self.steps_per_epoch = steps_per_epoch(len(rows), batch_size)
         self._per_block = max(1, BLOCK_BYTES // (batch_size * bytes_per_row(rows.inputs)))
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
@@ -85,4 +94,26 @@ class TaskBatches:
         meta: dict[str, Column] = {"row": index, "task": self.task}
         if self.classes is not None:
             meta["class"] = self.classes[targets]
-        return Batch({**inputs, **self.extra}, targets, None, meta)
+        if self.rows.ids is not None:
+            meta["id"] = self.rows.ids.index_select(0, index)
+        weights = None if self.class_weights is None else self.class_weights[targets]
+        return Batch({**inputs, **self.extra}, targets, weights, meta)
+
+
+def class_weights(setting: str | Mapping[str, float], targets: Tensor, names: Sequence[str]) -> Tensor | None:
+    """Weight in the loss of the rows of each label, fp32 [labels], of mean 1 over the rows; None where all weigh the same.
+
+    Args:
+        setting: ``none``; ``balanced``, n / (k n_c) for each of k classes with n_c of the n rows; or a weight by class name.
+        targets: labels of the task's training rows, int64 [n].
+        names: of the labels.
+    """
+    if setting == "none":
+        return None
+    counts = torch.bincount(targets, minlength=len(names)).double()
+    if isinstance(setting, str):
+        weights = torch.where(counts > 0, 1 / counts.clamp(min=1) * (len(targets) / (counts > 0).sum()), 1.0)
+    else:
+        weights = torch.tensor([setting.get(name, 1.0) for name in names], dtype=torch.float64)
+        weights *= len(targets) / (weights * counts).sum()
+    return weights.float()

@@ -1,12 +1,9 @@
-"""Labels as class codes, and the columns of a table as one float32 matrix; both by plans that a run can freeze.
-
-Numbers are standardised by the mean and the standard deviation of the rows that the plan was made from, and clipped to
-10 standard deviations. A text column becomes one indicator column for every category in those rows, and one for all others.
-"""
+"""Labels as class codes, and identifiers as keyed hashes."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.types as kinds
 
-from retain.errors import ConfigError, DataError
-
-CLIP = 10.0
-"""Standardised numbers are clipped to plus and minus this."""
-
-MOST_CATEGORIES = 1000
-"""A text column with more distinct values is refused: it is an identifier or a sentence."""
+from retain.errors import ConfigError
 
 # --- labels -----------------------------------------------------------------------------------------------------------
 
@@ -111,100 +101,23 @@ def _sorted(values: Sequence[Any], codes: np.ndarray) -> Labels:
     return Labels([values[place] for place in order], rank[codes])
 
 
-# --- columns ----------------------------------------------------------------------------------------------------------
-
-Plan = list[dict[str, Any]]
-"""One entry per column, as plain data: its name, and mean and std, or its categories."""
+# --- identifiers ------------------------------------------------------------------------------------------------------
 
 
-def make_plan(table: pa.Table, rows: np.ndarray) -> Plan:
-    """What the rows of a table fix: scaling and categories, column by column.
+def id_hashes(values: Sequence[Any] | pa.ChunkedArray, key: int) -> np.ndarray:
+    """Identifiers as keyed 64-bit hashes, int64 [rows], the same for 17, 17.0 and "17"; a missing one is 0.
 
-    Raises:
-        DataError: a text column has too many distinct values.
+    What a run keeps beside its rows is the hash: it finds the rows of a known person, and names nobody. With N persons, two
+    share a hash with a chance of N^2 / 2^65.
     """
-    part = table.take(pa.array(rows))
-    return [_entry(name, part.column(name)) for name in table.column_names]
+    column = (
+        values if isinstance(values, pa.ChunkedArray) else pa.chunked_array([pa.array(list(map(name_of, values)), pa.string())])
+    )
+    distinct = pc.unique(column)
+    salt = key.to_bytes(16, "little", signed=True)
+    hashes = [0 if v is None else _hash64(name_of(v), salt) for v in distinct.to_pylist()]
+    return np.array(hashes, dtype=np.int64)[pc.index_in(column, value_set=distinct).to_numpy()]
 
 
-def _entry(name: str, column: pa.ChunkedArray) -> dict[str, Any]:
-    if kinds.is_string(column.type):
-        values = sorted(pc.unique(column).to_pylist())
-        if len(values) > MOST_CATEGORIES:
-            seen = f"column {name} holds {len(values):,} distinct texts in {len(column):,} rows"
-            raise DataError(
-                f"{seen}; at most {MOST_CATEGORIES:,} can become categories. {_words(column)}Drop it: stream.drop: [{name}]"
-            )
-        return {"name": name, "categories": values}
-    numbers = _numbers(column)
-    mean, std = float(numbers.mean()), float(numbers.std())
-    # rounding alone gives a constant column a standard deviation of about 1e-16 of its mean
-    return {"name": name, "mean": mean, "std": std if std > 1e-12 * abs(mean) else 1.0}
-
-
-def doubts(table: pa.Table, plan: Plan, rows: int) -> list[str]:
-    """Sentences about text columns that were probably meant otherwise: numbers with a few words, and identifiers.
-
-    Args:
-        table: all rows.
-        plan: of its columns.
-        rows: how many rows the plan was made from.
-    """
-    found = []
-    for entry in plan:
-        name, values = entry["name"], len(entry.get("categories", ()))
-        if values and (words := _words(table.column(name))):
-            found.append(f"Column {name} is read as text. {words.strip()}")
-        elif values > max(10, 0.9 * rows):
-            seen = f"Column {name} has {values:,} values in the {rows:,} rows that the first task learns from"
-            found.append(f"{seen}: it looks like an identifier, which says nothing of new rows. Drop it: stream.drop: [{name}]")
-    return found
-
-
-def _words(column: pa.ChunkedArray) -> str:
-    """A sentence about the few texts in a column of numbers; empty if it is no such column."""
-    odd = column.filter(pc.invert(pc.match_substring_regex(column, r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$")))
-    if not 0 < 2 * len(odd) < len(column):
-        return ""
-    examples = ", ".join(repr(value) for value in pc.unique(odd).to_pylist()[:3])
-    seen = f"{len(odd):,} of its {len(column):,} values are no numbers (such as {examples}), and the others are"
-    return f"{seen}. Write numbers there too, or leave such rows out. "
-
-
-def feature_names(plan: Plan) -> list[str]:
-    """Names of the matrix's columns."""
-    names = []
-    for entry in plan:
-        if "categories" in entry:
-            names += [f"{entry['name']}={value}" for value in (*entry["categories"], "(other)")]
-        else:
-            names.append(entry["name"])
-    return names
-
-
-def encode(table: pa.Table, plan: Plan) -> np.ndarray:
-    """The columns of a table as one float32 matrix [rows, features].
-
-    Raises:
-        DataError: a column held numbers when the plan was made and holds text now, or the other way round.
-    """
-    matrix = np.zeros((table.num_rows, len(feature_names(plan))), dtype=np.float32)
-    start = 0
-    for entry in plan:
-        column = table.column(entry["name"])
-        if ("categories" in entry) != kinds.is_string(column.type):
-            before, now = ("text", "numbers") if "categories" in entry else ("numbers", "text")
-            raise DataError(f"column {entry['name']} held {before} when the run began and holds {now} now. Mend the new file.")
-        if "categories" in entry:
-            known = entry["categories"]
-            place = pc.index_in(column, value_set=pa.array(known, pa.string())).fill_null(len(known)).to_numpy()
-            matrix[np.arange(len(matrix)), start + place] = 1.0
-            start += len(known) + 1
-        else:
-            matrix[:, start] = np.clip((_numbers(column) - entry["mean"]) / entry["std"], -CLIP, CLIP)
-            start += 1
-    return matrix
-
-
-def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    return column.cast(pa.float64(), safe=False).to_numpy()
+def _hash64(text: str, salt: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=salt).digest(), "little", signed=True) or 1

@@ -26,11 +26,8 @@ import numpy as np
 import pyarrow as pa
 
 LABEL, DATE = "fraud", "date"
-NO_FEATURES = (DATE, LABEL, "scenario")
+NO_FEATURES = (DATE, LABEL, "scenario", "customer")
 """Columns that the model never sees: `scenario` would give the label away."""
-
-ROWS = 100_000
-"""Rows of `builtin: fraud`."""
 
 Mix = Sequence[tuple[float, float, float]]
 HANDBOOK: Mix = ((0, 1, 1),)
@@ -71,7 +68,7 @@ class Transactions:
     scenario: np.ndarray
 
 
-def simulate(rows: int = ROWS, seed: int = 0, months: int = 6, mix: Mix = MIX) -> pa.Table:
+def simulate(rows: int = 100_000, seed: int = 0, months: int = 6, mix: Mix = MIX) -> pa.Table:
     """Simulated transactions with the handbook's features, in order of time.
 
     Args:
@@ -83,7 +80,7 @@ def simulate(rows: int = ROWS, seed: int = 0, months: int = 6, mix: Mix = MIX) -
     Returns:
         Columns `date`, `amount`, `weekend`, `night`; per customer and window of d days `customer_count_{d}d` and
         `customer_amount_{d}d` (the mean); per terminal `terminal_count_{d}d` and `terminal_risk_{d}d` (the share of frauds);
-        `fraud` (0 or 1) and `scenario`.
+        `fraud` (0 or 1), `scenario` and `customer`.
 
     Example:
         >>> simulate(rows=1000).select(["fraud", "scenario"]).num_rows
@@ -103,6 +100,7 @@ def simulate(rows: int = ROWS, seed: int = 0, months: int = 6, mix: Mix = MIX) -
         **windows(found),
         LABEL: (found.scenario > 0).astype(np.int64),
         "scenario": found.scenario,
+        "customer": found.customer,
     }
     kept = found.second >= WARM_UP * DAY
     return pa.table({name: column[kept] for name, column in columns.items()})

@@ -21,7 +21,8 @@ import pyarrow.types as kinds
 import yaml
 
 from retain.data import tables
-from retain.data.encode import MOST_CATEGORIES, Labels, name_of, read_labels, shortened
+from retain.data.encode import Labels, name_of, read_labels, shortened
+from retain.data.features import MOST_CATEGORIES
 from retain.data.scenarios import build_stream
 from retain.data.sources import TOO_LARGE
 from retain.data.splits import by_time

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from retain.data import encode, fraud, splits
+from retain.data import encode, features, fraud, splits
 from retain.data.encode import Labels
 from retain.data.images import rotated
 from retain.data.sources import TEST, TRAIN, VALIDATION, Source, read, unique
@@ -70,7 +70,10 @@ def build_stream(spec: RunSpec, frozen: Mapping[str, Any] | None = None) -> Stre
     roles = _roles(source, labels, cuts, stream, seed, one_draw=bool(changes))
     _check_rows(cuts[:1] if changes else cuts, roles, labels, notes)
     ids = _class_ids(labels, cuts, stream, fixed)
-    x = _inputs(source, cuts[0].rows[roles[0] == TRAIN], fixed, notes)
+    inputs = _inputs(source, cuts[0].rows[roles[0] == TRAIN], fixed, notes)
+    if changes and "codes" in inputs:
+        raise ConfigError("stream.split: permutation needs numbers, and the table has text columns. Drop them (stream.drop).")
+    hashes = _ids(source, stream, fixed)
 
     local = split.task_id or spec.model.head == "per-task"
     tasks = []
@@ -79,15 +82,20 @@ def build_stream(spec: RunSpec, frozen: Mapping[str, Any] | None = None) -> Stre
         parts = []
         for wanted in (TRAIN, VALIDATION, TEST):
             rows = cut.rows[role == wanted]
-            targets, inputs = ids[labels.codes[rows]], x[torch.from_numpy(rows)]
-            inputs = changes[place](inputs) if changes and len(rows) else inputs
+            index, targets = torch.from_numpy(rows), ids[labels.codes[rows]]
+            mine = {name: values[index] for name, values in inputs.items()}
+            if changes and len(rows):
+                mine["x"] = changes[place](mine["x"])
             targets = np.searchsorted(classes, targets) if local else targets
-            parts.append(Rows({"x": inputs}, torch.tensor(targets)))
+            parts.append(Rows(mine, torch.tensor(targets), None if hashes is None else hashes[index]))
         tasks.append(Task(cut.name, parts[0], parts[1], parts[2], classes.tolist()))
 
-    kind = "vector" if source.kind == "table" else source.kind
-    features = encode.feature_names(fixed["columns"]) if source.kind == "table" else []
-    return Stream(tasks, fixed["classes"], kind, tuple(x.shape[1:]), _scenario(tasks, local), features, fixed, notes)
+    shape, scenario = tuple(inputs["x"].shape[1:]), _scenario(tasks, local)
+    if source.kind != "table":
+        return Stream(tasks, fixed["classes"], source.kind, shape, scenario, frozen=fixed, notes=notes)
+    found = features.layout(fixed["columns"])
+    sizes = [len(values) for _, values in found.categories]
+    return Stream(tasks, fixed["classes"], "vector", shape, scenario, found.features, fixed, notes, found.gaps, sizes)
 
 
 def resolved_split(stream: StreamSpec) -> SplitSpec:
@@ -235,19 +243,49 @@ def _positive(labels: Labels, classes: Sequence[str], known: Sequence[str], stre
     return known[1] if len(known) == 2 else max(classes, key=labels.names.index)
 
 
-def _inputs(source: Source, first: np.ndarray, fixed: dict[str, Any], notes: list[str]) -> Tensor:
-    """All rows as one tensor; a table's plan is made from the first task's training rows, unless the run has one."""
+def _inputs(source: Source, first: np.ndarray, fixed: dict[str, Any], notes: list[str]) -> dict[str, Tensor]:
+    """All rows as the model's inputs; a table's plan is made from the first task's training rows, unless the run has one."""
     inputs = [segment.inputs for segment in source.segments]
     if source.kind != "table":
-        return torch.from_numpy(np.concatenate(inputs))
+        return {"x": torch.from_numpy(np.concatenate(inputs))}
     table = pa.concat_tables(inputs)
     if "columns" not in fixed:
-        fixed["columns"] = encode.make_plan(table, first)
-        notes += encode.doubts(table, fixed["columns"], len(first))
+        fixed["columns"] = features.make_plan(table, first)
+        notes += features.doubts(table, fixed["columns"], len(first))
+    notes += _filled(table, fixed["columns"])
     texts = [f"{entry['name']} ({len(entry['categories'])})" for entry in fixed["columns"] if "categories" in entry]
     if texts:
-        notes.append(f"Text columns became one indicator per category of the first task, and one for others: {', '.join(texts)}.")
-    return torch.from_numpy(encode.encode(table, fixed["columns"]))
+        said = encode.shortened(texts)
+        notes.append(f"Text columns became one indicator per category of the first task, and one for others: {said}.")
+    if dates := [entry["name"] for entry in fixed["columns"] if "date" in entry]:
+        notes.append(f"Dates became features (days, and the time of the week and of the year): {encode.shortened(dates)}.")
+    return features.encode(table, fixed["columns"])
+
+
+def _filled(table: pa.Table, plan: features.Plan) -> list[str]:
+    """Sentences about missing values: which columns have an indicator for them, and which got their mean."""
+    gaps = {entry["name"]: table.column(entry["name"]).null_count for entry in plan if len(entry) > 1}
+    marked = {entry["name"] for entry in plan if entry.get("missing") or None in entry.get("categories", ())}
+    parts = [
+        [f"{name} ({count:,})" for name, count in gaps.items() if count and (name in marked) is known] for known in (True, False)
+    ]
+    said = []
+    if parts[0]:
+        said.append(f"Missing values, which the model is told of: {encode.shortened(parts[0])}.")
+    if parts[1]:
+        said.append(
+            f"Missing values where the first task had none, so read as the mean or as (other): {encode.shortened(parts[1])}."
+        )
+    return said
+
+
+def _ids(source: Source, stream: StreamSpec, fixed: dict[str, Any]) -> Tensor | None:
+    """Hashes of all rows' identifiers; fixes the column's name, by which `retain purge` finds rows."""
+    if stream.id is None:
+        return None
+    fixed["id"] = stream.id
+    parts = [encode.id_hashes(segment.ids, fixed["seed"]) for segment in source.segments if segment.ids is not None]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _scenario(tasks: Sequence[Task], local: bool) -> str:

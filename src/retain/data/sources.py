@@ -20,10 +20,12 @@ import pyarrow.types as kinds
 import torch
 
 from retain.data import fraud, images, tables
+from retain.data.encode import shortened
+from retain.data.features import texts
 from retain.errors import ConfigError, DataError
 from retain.factory import blaming, load_factory
 from retain.params import derive, generator
-from retain.spec import RandomSpec, StreamSpec
+from retain.spec import FraudSpec, RandomSpec, StreamSpec
 
 LOG = logging.getLogger("retain")
 
@@ -49,6 +51,7 @@ class Segment:
         inputs: a table of features, or an array [rows, ...].
         labels: bool, int64 or string, none missing.
         key: the column that splits; None where no column does.
+        ids: identifiers; None where no column is named.
     """
 
     where: str
@@ -57,6 +60,7 @@ class Segment:
     inputs: pa.Table | np.ndarray
     labels: pa.ChunkedArray
     key: pa.ChunkedArray | None = None
+    ids: pa.ChunkedArray | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def _from_files(stream: StreamSpec, form: str, frozen: Mapping[str, Any]) -> Sou
     if form == "npz":
         source = _of_one_kind([segment for path in files for segment in _npz(path, names[path], stream)], notes)
     else:
-        categories = {entry["name"] for entry in frozen.get("columns", ()) if "categories" in entry}
+        categories = texts(frozen.get("columns", ()))
         read_all, mixed = tables.read_tables(form, files, categories)
         notes += [f"Column {name} {said}; it is read as text in all." for name, said in mixed.items() if name not in stream.drop]
         found = [(path, names[path], TRAIN, table) for path, table in zip(files, read_all, strict=True)]
@@ -162,37 +166,75 @@ def _from_tables(
     label, key = stream.label or ("label" if "label" in first else None), stream.split.column
     if label is None:
         raise ConfigError(f"stream.label: name the column of labels; {found[0][0]} has {', '.join(first)}.")
-    special = {label, key, stream.image, *stream.drop}
+    special = {label, key, stream.image, stream.id, *stream.drop}
     for name in stream.drop:
         if not any(name in table.column_names for *_, table in found):
             tables.column_of(found[0][3], name, found[0][0], "stream.drop")
     if twice := [name for name in (stream.features or ()) if name in special]:
-        raise ConfigError(f"stream.features: {', '.join(twice)} is also the label, the split column or dropped; it is no feature.")
+        seen = f"stream.features: {', '.join(twice)} is also the label, the split column, the id or dropped"
+        raise ConfigError(f"{seen}; it is no feature.")
     planned = [entry["name"] for entry in frozen.get("columns", ())]
     _keep_features(stream, planned)
     chosen = planned or stream.features
     features: list[str] = list(chosen or [name for name in first if name not in special])
     if not features and stream.image is None:
         raise ConfigError(f"stream.features: {found[0][0]} has no columns beside the label, the split column and those dropped.")
-    segments = []
-    for where, part, role, table in found:
+    used, segments = {*features, *special}, []
+    for (where, part, role, _), table in zip(found, _usable_rows(found, label, stream, notes), strict=True):
         labels = _labels(tables.column_of(table, label, where, "stream.label"), label, where)
         keys = None
         if key is not None:
             column = tables.plain(tables.column_of(table, key, where, "stream.split.column"), key, where)
             keys = tables.present(column, key, where, "The column splits, so every row needs a value: fill it in.")
         inputs = _image(table, stream, where, folder) if stream.image else features_of(table, features, where)
-        segments.append(Segment(where, part, role, inputs, labels, keys))
-        extra = [name for name in table.column_names if name not in special and name not in features]
+        ids = None if stream.id is None else tables.plain(tables.column_of(table, stream.id, where, "stream.id"), stream.id, where)
+        segments.append(Segment(where, part, role, inputs, labels, keys, ids))
+        extra = [name for name in table.column_names if name not in used]
         if extra and not stream.image and not stream.features:
-            notes.append(f"{where}: columns that the first file lacks are left out: {', '.join(extra)}.")
+            notes.append(f"{where}: columns that the first file lacks are left out: {shortened(extra)}.")
+    segments = _with_empty_columns(segments, features)
     source = _of_one_kind(segments, notes)
     _same_types(label, [(segment.where, segment.labels.type) for segment in segments])
     _same_types(key, [(segment.where, segment.key.type) for segment in segments if segment.key is not None])
-    schemas = [(segment.where, segment.inputs.schema) for segment in segments if isinstance(segment.inputs, pa.Table)]
-    for name in features if schemas else ():
-        _same_types(name, [(where, schema.field(name).type) for where, schema in schemas])
     return source
+
+
+def _usable_rows(
+    found: Sequence[tuple[str, str, int, pa.Table]], label: str, stream: StreamSpec, notes: list[str]
+) -> list[pa.Table]:
+    """The tables without rows that have no label yet and, where they are not wanted, without repeated rows."""
+    repeated = [None] * len(found) if stream.duplicates == "keep" else tables.repeated([table for *_, table in found])
+    usable, lost, unlabelled = [], 0, 0
+    for (where, *_, table), again in zip(found, repeated, strict=True):
+        column = tables.column_of(table, label, where, "stream.label")
+        keep = pc.invert(pc.is_null(column, nan_is_null=True)).to_numpy()
+        if again is not None:
+            lost += int((again & keep).sum())
+            unlabelled += int((~again & ~keep).sum())
+            keep &= ~again
+        else:
+            unlabelled += int((~keep).sum())
+        usable.append(table if keep.all() else table.filter(pa.array(keep)))
+    if not any(table.num_rows for table in usable):
+        raise DataError(f"stream.label: no row of {found[0][0]} has a value in {label}. Rows without a label cannot be learned.")
+    if unlabelled:
+        notes.append(f"{unlabelled:,} rows have no label ({label}) and are left out until they have one.")
+    if lost:
+        notes.append(f"{lost:,} rows that repeat an earlier one in every column are left out (stream.duplicates: drop).")
+    return usable
+
+
+def _with_empty_columns(segments: Sequence[Segment], features: Sequence[str]) -> list[Segment]:
+    """Segments whose tables have one schema: a column without any value in one file has the type that it has in others."""
+    schemas = [(segment.where, segment.inputs.schema) for segment in segments if isinstance(segment.inputs, pa.Table)]
+    if not schemas:
+        return list(segments)
+    fields = []
+    for name in features:
+        found = [(where, kind) for where, schema in schemas if not kinds.is_null(kind := schema.field(name).type)]
+        _same_types(name, found)
+        fields.append(pa.field(name, found[0][1] if found else pa.null()))
+    return [replace(segment, inputs=segment.inputs.cast(pa.schema(fields))) for segment in segments]  # type: ignore[union-attr]
 
 
 def _keep_features(stream: StreamSpec, planned: Sequence[str]) -> None:
@@ -208,21 +250,22 @@ def _keep_features(stream: StreamSpec, planned: Sequence[str]) -> None:
 
 
 def features_of(table: pa.Table, names: Sequence[str], where: str) -> pa.Table:
-    """The feature columns as float64 or string; every fault of every column at once."""
+    """The feature columns as float64, string, timestamp or null, missing values included; every fault of every column at once."""
     columns, findings = {}, []
     for name in names:
         try:
             column = tables.plain(tables.column_of(table, name, where, "stream.features"), name, where)
-            if kinds.is_timestamp(column.type):
-                raise DataError(
-                    f"{where}: column {name} holds dates, which are no features here. Drop it (stream.drop: [{name}]) or "
-                    f"let it split: stream.split: {{by: time, column: {name}, every: month}}."
-                )
-            remedy = f"Nothing is filled in for you in this release: drop the column (stream.drop: [{name}]) or fill the file."
-            column = tables.present(column, name, where, remedy)
-            columns[name] = column if kinds.is_string(column.type) else column.cast(pa.float64(), safe=False)
-            if kinds.is_floating(column.type) and len(rows := _too_large(column.to_numpy())):
-                raise DataError(f"{where}: column {name} has {tables.missing(rows, TOO_LARGE)}. Scale or drop the column.")
+            if not (kinds.is_string(column.type) or kinds.is_timestamp(column.type) or kinds.is_null(column.type)):
+                column = column.cast(pa.float64(), safe=False)
+                numbers = column.to_numpy()
+                rows = np.flatnonzero(np.abs(numbers) > np.finfo(np.float32).max)  # false for a missing value
+                if len(rows):
+                    fault = "infinite" if np.isinf(numbers[rows]).any() else TOO_LARGE
+                    remedy = f"Leave such fields empty, scale the column or drop it (stream.drop: [{name}])."
+                    raise DataError(f"{where}: column {name} has {tables.missing(rows, fault)}. {remedy}")
+                if np.isnan(numbers).any():
+                    column = pa.chunked_array([pa.array(numbers, from_pandas=True)])  # NaN and null are one thing from here on
+            columns[name] = column
         except DataError as error:
             findings += error.findings
     if findings:
@@ -249,9 +292,9 @@ def _same_types(name: str | None, found: Sequence[tuple[str, pa.DataType]]) -> N
 
 
 def _labels(column: pa.ChunkedArray, name: str, where: str) -> pa.ChunkedArray:
-    """Labels as bool, int64 or string; none may be missing."""
+    """Labels as bool, int64 or string; none may be missing or infinite."""
     column = tables.plain(column, name, where)
-    tables.present(column, name, where, "Every row needs a label: fill them in or leave the rows out.")
+    tables.present(column, name, where, "A label is a text or a whole number: mend them or leave the fields empty.")
     if kinds.is_timestamp(column.type):
         raise DataError(f"{where}: the label column {name} holds dates. Labels are texts or whole numbers.")
     if kinds.is_floating(column.type):
@@ -315,10 +358,11 @@ def _digits(stream: StreamSpec, seed: int) -> list[Segment]:
 def _fraud(stream: StreamSpec, frozen: Mapping[str, Any]) -> Source:
     """Simulated card transactions, the same ones in every run; columns that give the label away are never features."""
     label = stream.label or fraud.LABEL
-    hidden = [name for name in fraud.NO_FEATURES if name not in (label, stream.split.column)]
+    hidden = [name for name in fraud.NO_FEATURES if name not in (label, stream.split.column, stream.id)]
     stream = stream.model_copy(update={"label": label, "drop": (*stream.drop, *hidden)})
     notes = ["The transactions are simulated (Fraud Detection Handbook); nobody paid them."]
-    return _from_tables(stream, [("fraud", "fraud", TRAIN, fraud.simulate(rows=fraud.ROWS))], Path(), frozen, notes)
+    table = fraud.simulate(**(stream.fraud or FraudSpec()).model_dump())
+    return _from_tables(stream, [("fraud", "fraud", TRAIN, table)], Path(), frozen, notes)
 
 
 def _random(stream: StreamSpec, seed: int) -> list[Segment]:

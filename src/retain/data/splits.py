@@ -146,6 +146,13 @@ def by_time(
         ConfigError: the column does not fit, or there are more periods than rows.
     """
     times = _times(key, split)
+    if split.until is not None:
+        kept = np.flatnonzero(_not_after(times, split))
+        if len(kept) < len(times):
+            notes.append(f"{len(times) - len(kept):,} rows after {split.until} are left out (stream.split.until).")
+            key = key.take(pa.array(kept))
+            found, rule = by_time(key, split.model_copy(update={"until": None}), frozen, notes)
+            return [Cut(cut.name, kept[cut.rows]) for cut in found], rule
     if split.every is not None:
         starts, codes = np.unique(_floor(times, split.every), return_inverse=True)
         return [Cut(_period_name(start, split.every), np.flatnonzero(codes == place)) for place, start in enumerate(starts)], None
@@ -271,6 +278,22 @@ def _times(key: pa.ChunkedArray, split: SplitSpec) -> np.ndarray:
             f"in the order of the numbers, or split by column for one task per number."
         )
     return np.asarray(key.to_numpy())
+
+
+def _not_after(times: np.ndarray, split: SplitSpec) -> np.ndarray:
+    """Which rows are not after `until`, bool [rows]: a number, or a day, a month or a year, which counts as a whole."""
+    said = str(split.until)
+    try:
+        if times.dtype.kind != "M":
+            kept = times <= float(said)
+        else:
+            kept = times < (np.datetime64(said) + 1 if re.fullmatch(r"\d{4}(-\d\d){0,2}", said) else np.datetime64(said, "us"))
+    except ValueError:
+        expected = "a date such as 2018-07 or 2018-07-31" if times.dtype.kind == "M" else "a number"
+        raise ConfigError(f"stream.split.until={said}: {split.column} needs {expected} here.") from None
+    if not kept.any():
+        raise ConfigError(f"stream.split.until={said}: every row is later. The first is of {times.min()}.")
+    return np.asarray(kept)
 
 
 _UNITS = {"day": "D", "month": "M", "year": "Y"}

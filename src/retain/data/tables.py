@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -190,6 +191,48 @@ def missing(rows: np.ndarray, fault: str = "missing or infinite") -> str:
     first = ", ".join(str(row + 1) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
     s = "s" if len(rows) > 1 else ""
     return f"{len(rows):,} {fault} value{s} (row{s} {first})"
+
+
+def repeated(tables: Sequence[pa.Table]) -> list[np.ndarray]:
+    """Which rows repeat an earlier one, of the same or an earlier table, in every column, each bool [rows].
+
+    Rows are compared by a 64-bit hash over the columns that all tables have: among a million different rows two would be taken
+    for the same with a chance of 1 in 30 million.
+    """
+    shared = [name for name in tables[0].column_names if all(len(t.schema.get_all_field_indices(name)) == 1 for t in tables)]
+    hashes = np.concatenate([_row_hashes(table, shared) for table in tables])
+    again = np.ones(len(hashes), dtype=bool)
+    again[np.unique(hashes, return_index=True)[1]] = False
+    return np.split(again, np.cumsum([table.num_rows for table in tables])[:-1])
+
+
+def _row_hashes(table: pa.Table, names: Sequence[str]) -> np.ndarray:
+    """One uint64 per row, mixed from the bits of its values (SplitMix64's finaliser, column after column)."""
+    mixed = np.zeros(table.num_rows, dtype=np.uint64)
+    for name in names:
+        mixed = (mixed ^ _bits(table.column(name))) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def _bits(column: pa.ChunkedArray) -> np.ndarray:
+    """64 bits that tell a column's values apart, uint64 [rows]."""
+    kind = column.type
+    if kinds.is_floating(kind):
+        return (column.cast(pa.float64()).to_numpy() + 0.0).view(np.uint64)  # -0.0 becomes 0.0
+    if kinds.is_integer(kind) or kinds.is_boolean(kind) or kinds.is_timestamp(kind):
+        return pc.fill_null(column.cast(pa.int64(), safe=False), -(2**63)).to_numpy().view(np.uint64)
+    if kinds.is_string(kind) or kinds.is_large_string(kind):
+        distinct = pc.unique(column)
+        place = pc.index_in(column, value_set=distinct).to_numpy()
+        return np.array([_text_bits(value) for value in distinct.to_pylist()], dtype=np.uint64)[place]
+    return np.array([_text_bits(value) for value in column.to_pylist()], dtype=np.uint64)
+
+
+def _text_bits(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
 
 
 def nested(column: pa.ChunkedArray, name: str, where: str) -> np.ndarray:

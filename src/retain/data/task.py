@@ -19,10 +19,13 @@ class Rows:
     Attributes:
         inputs: the model's inputs by name, each [rows, ...].
         targets: class ids, int64 [rows].
+        ids: hashes of identifiers, int64 [rows]; None where no column is named. Not what a model learns from, so not in the
+            fingerprint.
     """
 
     inputs: Mapping[str, Tensor]
     targets: Tensor
+    ids: Tensor | None = None
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -30,24 +33,26 @@ class Rows:
 
     def take(self, index: Tensor) -> Rows:
         """The rows at an index tensor, as copies."""
-        return Rows({name: values[index] for name, values in self.inputs.items()}, self.targets[index])
+        ids = None if self.ids is None else self.ids[index]
+        return Rows({name: values[index] for name, values in self.inputs.items()}, self.targets[index], ids)
 
     def tensors(self) -> dict[str, Tensor]:
         """All columns by name, for a file."""
-        return {**{f"inputs.{name}": values for name, values in self.inputs.items()}, "targets": self.targets}
+        ids = {} if self.ids is None else {"ids": self.ids}
+        return {**{f"inputs.{name}": values for name, values in self.inputs.items()}, "targets": self.targets, **ids}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Rows:
         """The inverse of `tensors`."""
         prefix = "inputs."
         inputs = {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
-        return cls(inputs, tensors["targets"])
+        return cls(inputs, tensors["targets"], tensors.get("ids"))
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of every value, dtype and shape."""
         digest = hashlib.sha256()
-        for name, values in sorted(self.tensors().items()):
+        for name, values in sorted(Rows(self.inputs, self.targets).tensors().items()):
             digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
             if values.numel():
                 digest.update(values.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -86,8 +91,10 @@ class Stream:
         classes: names of all classes; a class's id is its position, in order of first appearance in the stream.
         kind: ``vector``, ``image`` or ``tokens``.
         shape: shape of one row of the model's input ``x``.
+        gaps: of a table: which columns of ``x`` may be NaN, a missing value.
+        categories: of a table: how many values each column of the model's input ``codes`` has; empty where there is none.
         scenario: ``class-incremental``, ``domain-incremental`` or ``task-incremental`` (van de Ven et al. 2022).
-        features: names of the columns behind a vector, empty where there are none.
+        features: names of what a table's rows become in the model, empty where there are none.
         frozen: what the first task fixed, as plain data: cut points, category maps, scaling. Given back to the builder when
             the stream is opened again, so that it is never computed twice.
         notes: sentences for the user: what was dropped, dealt or changed.
@@ -101,3 +108,5 @@ class Stream:
     features: Sequence[str] = ()
     frozen: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    gaps: Sequence[int] = ()
+    categories: Sequence[int] = ()

@@ -89,6 +89,8 @@ def replay(settings: ReplaySpec) -> Method:
             mixed.weights = weights(new, count, new_share(ctx), ratio, device)
         if batch.weights is not None:
             own = F.pad(batch.weights, (0, count), value=1.0)
+            if ctx.class_weights is not None and settings.policy != "class-balanced" and "class" not in batch.meta:
+                own[new:] = ctx.class_weights[mixed.targets[new:]]  # a balanced buffer has evened its classes out already
             mixed.weights = own if mixed.weights is None else own * mixed.weights
         return mixed
 

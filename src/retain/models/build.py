@@ -1,4 +1,4 @@
-"""From a spec to a model: an input layer for images, a body that makes features, a head that makes logits."""
+"""From a spec to a model: an input layer for images and tables, a body that makes features, a head that makes logits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Classifier(nn.Module):
     """Rows to logits.
 
     Attributes:
-        inputs: what stands between a row as it is stored and the body: `ImageInput` for images, else None.
+        inputs: what stands between a row as it is stored and the body: `ImageInput`, `TableInput`, or None.
         body: prepared rows to features [rows, d].
         head: features to logits; see `retain.models.heads`.
     """
@@ -45,14 +45,17 @@ class Classifier(nn.Module):
         super().__init__()
         self.inputs, self.body, self.head = inputs, body, head
 
-    def forward(self, x: Tensor, task: int | Tensor = 0) -> Tensor:
+    def forward(self, x: Tensor, task: int | Tensor = 0, codes: Tensor | None = None) -> Tensor:
         """Logits [rows, outputs].
 
         Args:
             x: rows; images as uint8 or floats [rows, channels, height, width].
             task: number of the task, or of each row's task (int64 [rows]); only per-task heads look at it.
+            codes: categories of a table's text columns, whole numbers [rows, text columns]; None where it has none.
         """
-        return self.head(self.body(x if self.inputs is None else self.inputs(x)), task)
+        if self.inputs is not None:
+            x = self.inputs(x) if codes is None else self.inputs(x, codes)
+        return self.head(self.body(x), task)
 
 
 class ImageInput(nn.Module):
@@ -73,6 +76,35 @@ class ImageInput(nn.Module):
         if x.dtype == torch.uint8:
             values = values / 255
         return ((values - self.mean) / self.std).to(self.mean.dtype)
+
+
+class TableInput(nn.Module):
+    """Numbers, an indicator for each column that may have missing values, and one for every category.
+
+    Args:
+        gaps: columns of ``x`` that may be NaN.
+        categories: how many values each column of ``codes`` has.
+    """
+
+    places: Tensor
+    starts: Tensor
+
+    def __init__(self, gaps: Sequence[int], categories: Sequence[int]) -> None:
+        super().__init__()
+        self.width = sum(categories)
+        self.gaps = bool(gaps)
+        starts = [sum(categories[:place]) for place in range(len(categories))]
+        for name, values in (("places", gaps), ("starts", starts)):
+            self.register_buffer(name, torch.tensor(list(values), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor, codes: Tensor | None = None) -> Tensor:
+        """Features [rows, numbers + gaps + categories], in the dtype of ``x``."""
+        parts = [x]
+        if self.gaps:
+            parts = [x.nan_to_num(), x.index_select(1, self.places).isnan().to(x.dtype)]
+        if codes is not None:
+            parts.append(x.new_zeros(len(x), self.width).scatter_(1, codes.long() + self.starts, 1.0))
+        return torch.cat(parts, 1)
 
 
 def build_model(spec: RunSpec, stream: Stream, sizes: Sequence[int]) -> Classifier:
@@ -116,12 +148,18 @@ def build_model(spec: RunSpec, stream: Stream, sizes: Sequence[int]) -> Classifi
 
 def _inputs(spec: StreamSpec, stream: Stream) -> nn.Module | None:
     if stream.kind != "image":
-        return None
+        return TableInput(stream.gaps, stream.categories) if stream.gaps or stream.categories else None
     for name in ("image_mean", "image_std"):
         value = getattr(spec, name)
         if isinstance(value, tuple) and len(value) not in (1, stream.shape[0]):
             raise ConfigError(f"stream.{name} has {len(value)} values; the images have {stream.shape[0]} channels.")
     return ImageInput(spec.image_mean, spec.image_std)
+
+
+def _body_shape(stream: Stream) -> tuple[int, ...]:
+    """Shape of one row as the body takes it."""
+    first, *others = stream.shape
+    return (first + len(stream.gaps) + sum(stream.categories), *others)
 
 
 def _body(model: ModelSpec, stream: Stream, classes: int) -> tuple[nn.Module, int]:
@@ -131,7 +169,7 @@ def _body(model: ModelSpec, stream: Stream, classes: int) -> tuple[nn.Module, in
     if stream.kind not in ("vector", "image"):
         raise ConfigError(f"mlp and cnn take vectors or images; for {stream.kind} set model.factory: package.module:function.")
     if model.cnn is None and (model.mlp is not None or stream.kind == "vector"):
-        return _mlp(model.mlp or MlpSpec(), stream.shape)
+        return _mlp(model.mlp or MlpSpec(), _body_shape(stream))
     if stream.kind == "vector" or len(stream.shape) != 3:
         seen = f"{stream.kind} rows of shape {tuple(stream.shape)}"
         raise ConfigError(f"cnn takes images [channels, height, width], not {seen}. Use model.mlp.")
@@ -163,7 +201,7 @@ def _cnn(spec: CnnSpec, channels: int) -> tuple[nn.Module, int]:
 
 def _from_factory(name: str, stream: Stream, classes: int) -> tuple[nn.Module, int]:
     factory, taken = taken_by_factory(name)
-    known = {"input_shape": tuple(stream.shape), "classes": classes}
+    known = {"input_shape": _body_shape(stream), "classes": classes}
     with blaming("model.factory", name):
         body = factory(**{key: known[key] for key in taken})
     if not isinstance(body, nn.Module):
@@ -174,7 +212,7 @@ def _from_factory(name: str, stream: Stream, classes: int) -> tuple[nn.Module, i
     body.eval()  # so that BatchNorm leaves its buffers alone
     with torch.no_grad(), blaming("model.factory", name):
         dtype = torch.int64 if stream.kind == "tokens" else torch.float32
-        outputs = body(torch.zeros(2, *stream.shape, dtype=dtype))
+        outputs = body(torch.zeros(2, *_body_shape(stream), dtype=dtype))
     for part, mode in modes.items():
         part.training = mode
     seen = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__

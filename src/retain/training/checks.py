@@ -14,7 +14,7 @@ from retain.data.task import Stream, Task
 from retain.errors import ConfigError, DataError, RunError
 from retain.models.heads import resolve_head
 from retain.params import nbytes
-from retain.spec import RunSpec, differences
+from retain.spec import SOURCES, RunSpec, differences, suggest
 from retain.step import Job
 from retain.training.lineage import RunDirectory, has_file
 
@@ -22,7 +22,7 @@ Listener = Callable[[str, dict[str, Any]], None]
 """Hears what happens: `listener(kind, values)`, kind being stream, task, progress, evaluated, note or done."""
 
 
-ROW_IDENTITY = {"features", "image", "image_size", "image_mean", "image_std", "relabel", "test", "validation", "positive"}
+ROW_IDENTITY = {"features", "image", "image_size", "image_mean", "image_std", "relabel", "test", "validation", "positive", "id"}
 """Keys of the stream that make other rows or labels of the same data."""
 
 SPLIT_IDENTITY = {"by", "column", "groups", "every", "periods", "max_angle", "task_id"}
@@ -44,11 +44,15 @@ def identity_of(spec: RunSpec, stream: Stream) -> dict[str, Any]:
     }
 
 
-def check_names(stream: Stream) -> None:
-    """Refuse a stream with two tasks of one name: a run knows its tasks by them."""
+def check_names(spec: RunSpec, stream: Stream) -> None:
+    """Refuse two tasks of one name, since a run knows its tasks by them, and weights of classes that are not there."""
     names = [task.name for task in stream.tasks]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"Two tasks of the stream are called {twice[0]!r}. Give every task a name of its own.")
+    weights = spec.training_params.class_weights
+    for name in weights if not isinstance(weights, str) else ():
+        if name not in stream.classes:
+            raise ConfigError(f"training_params.class_weights: there is no class {name}{suggest(name, stream.classes)}")
 
 
 def check_identity(path: Path, identity: dict[str, Any], prior: dict[str, Any] | None) -> None:
@@ -75,8 +79,15 @@ def _short(value: Any) -> str:
 
 
 def config_of(spec: RunSpec) -> str:
-    """A hash of everything that a configuration says, defaults included."""
-    return hashlib.sha256(json.dumps(spec.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    """A hash of all that a configuration says of how a task is learned and judged, defaults included.
+
+    Where its rows come from is left out: they have a fingerprint of their own, and a stream that grows lists new files.
+    """
+    values = spec.model_dump(mode="json")
+    for name in (*SOURCES, "keep_eval"):
+        del values["stream"][name]
+    del values["stream"]["split"]["until"], values["checkpoint"], values["training_params"]["device"]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def pending_tasks(stream: Stream, run: RunDirectory, listener: Listener, config: str) -> list[Task]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import yaml
 
-from retain.data.batches import TaskBatches, steps_per_epoch
+from retain.data.batches import TaskBatches, class_weights, steps_per_epoch
 from retain.data.scenarios import build_stream
 from retain.data.task import Rows, Stream, Task
 from retain.errors import Stopped
@@ -79,7 +79,7 @@ MAY_CHANGE_WITHIN_TASK = (
     "budget.",
     "training_params.device",
     "training_params.eval_batch_size",
-    *(f"stream.{name}" for name in (*SOURCES, "keep_eval")),
+    *(f"stream.{name}" for name in (*SOURCES, "keep_eval", "split.until")),
 )
 """Keys with which a checkpoint within a task still goes on; the rows have a fingerprint of their own."""
 
@@ -165,7 +165,7 @@ def train(
         prior = None if latest is None else load_checkpoint(run.task_path(latest), ["state.json"])["state.json"]
         if stream is None:
             stream = build_stream(spec, prior["frozen"] if prior else None)
-        check_names(stream)
+        check_names(spec, stream)
         identity = identity_of(spec, stream)
         check_identity(path, identity, prior)
         for text in (*run.notes, *stream.notes):
@@ -200,6 +200,7 @@ def look(spec: RunSpec, path: Path) -> dict[str, Any]:
         if (latest := run.latest()) is not None:
             prior = load_checkpoint(run.task_path(latest), ["state.json"])["state.json"]
     stream = build_stream(spec, prior["frozen"] if prior else None)
+    check_names(spec, stream)
     check_identity(path, identity_of(spec, stream), prior)
     make_job(spec, stream, resolve_device(spec.training_params.device), prior["sizes"] if prior else [])
     notes = [*stream.notes, *_advice(spec, stream)]
@@ -278,7 +279,7 @@ def _learn(training: Training, task: Task) -> bool:
     if progress is None:
         progress = _begin(training, task)
     check_disk(training.job, task, run.path)
-    batches = _batches(training, number, task.train, task.classes)
+    batches = _batches(training, number, task.train, task.classes, weighted=True)
     _run_steps(training, task, batches, progress)
     if not progress.looked:  # else a checkpoint was made after it
         for method, state in training.job.methods:
@@ -339,7 +340,10 @@ def _run_steps(training: Training, task: Task, batches: TaskBatches, progress: P
     steps, first, carried = task_steps(training.spec, task), progress.step, progress.seconds
     training.listener("task", {"number": training.number, "task": task, "steps": steps, "step": first})
     base = _context(training, task)._replace(
-        key=derive("step", spec.seed, training.number), total_rows=batches.rows_before(steps), micro_batch=job.micro_batch
+        key=derive("step", spec.seed, training.number),
+        total_rows=batches.rows_before(steps),
+        micro_batch=job.micro_batch,
+        class_weights=None if batches.class_weights is None else batches.class_weights.to(job.device),
     )
     uses_sizes = any(method.project_ is not None for method, _ in job.methods)
     job.model.train()
@@ -457,11 +461,19 @@ def _seen(training: Training, task: Task | None = None) -> set[int]:
     return seen if task is None else seen | set(task.classes)
 
 
-def _batches(training: Training, number: int, rows: Rows, classes: Any) -> TaskBatches:
-    per_task = training.head == "per-task"
-    local = torch.tensor(list(classes)) if training.stream.scenario == "task-incremental" else None
-    spec = training.spec.training_params
-    return TaskBatches(rows, spec.batch_size, seed=spec.seed, task=number, with_task=per_task, classes=local)
+def _batches(training: Training, number: int, rows: Rows, classes: Any, *, weighted: bool = False) -> TaskBatches:
+    stream, spec = training.stream, training.spec.training_params
+    local = list(classes) if stream.scenario == "task-incremental" else None
+    names = [stream.classes[place] for place in local] if local else stream.classes
+    return TaskBatches(
+        rows,
+        spec.batch_size,
+        seed=spec.seed,
+        task=number,
+        with_task=training.head == "per-task",
+        classes=torch.tensor(local) if local else None,
+        class_weights=class_weights(spec.class_weights, rows.targets, names) if weighted else None,
+    )
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
