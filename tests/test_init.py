@@ -109,8 +109,9 @@ def test_months_without_enough_rows_and_times_that_are_numbers_make_four_periods
 def test_several_files_are_tasks_and_paths_start_at_the_yaml(here):
     (here / "data").mkdir()
     (here / "configs").mkdir()
-    for name in ("january", "february"):
-        save(here / f"data/{name}.csv", **columns())
+    for name, year in (("january", 2026), ("february", 2027)):
+        ordered = [day.replace("2026", str(year)) for day in columns()["ordered"]]
+        save(here / f"data/{name}.csv", **columns(ordered=ordered, paid=columns()["ordered"]))
     both = ("--data", "data/january.csv", "--data", here / "data/february.csv")
     _, dry, config = written(*both, "--label", "churned", output="configs/a.yaml")
     assert config["stream"]["csv"] == ["../data/january.csv", "../data/february.csv"]
@@ -146,15 +147,23 @@ def test_parquet_with_columns_that_training_refuses(here):
     }
     save(here / "orders.parquet", **columns(**odd))
     seen, dry, config = written("--data", "orders.parquet", "--label", "churned", "--time", "ordered")
-    assert set(config["stream"]["drop"]) == {*odd, "order_id"} and len(dry["tasks"]) == 12
+    assert set(config["stream"]["drop"]) == {*odd, "order_id"} - {"gaps", "second"} and len(dry["tasks"]) == 12
     assert {c["name"]: c["kind"] for c in seen["columns"]}["number"] == "identifier"
-    assert "1 of 240 values are missing" in (here / "orders.parquet").with_name("retain.yaml").read_text()
+    text = (here / "retain.yaml").read_text()
+    assert "an indicator tells the model of: gaps (1)" in text and "1 of dates" in text
+
+
+def test_rows_that_have_no_label_yet_are_left_out_and_said(here):
+    save(here / "orders.csv", **columns(churned=["", *columns()["churned"][1:-1], ""]))
+    seen, dry, _ = written("--data", "orders.csv", "--label", "churned")
+    assert seen["rows"] == ROWS - 2 and seen["unlabelled"] == 2 and set(seen["classes"]) == {"no", "yes"}
+    assert "2 more rows have no label" in (here / "retain.yaml").read_text()
 
 
 def test_two_columns_of_dates_do_not_split_unasked(here):
     save(here / "orders.csv", **columns(paid=columns()["ordered"]))
     _, dry, config = written("--data", "orders.csv", "--label", "churned")
-    assert config["stream"]["split"] == {"by": "file"} and {"ordered", "paid"} <= set(config["stream"]["drop"])
+    assert config["stream"]["split"] == {"by": "file"} and config["stream"]["drop"] == ["order_id"]
     assert "--time ordered or paid" in (here / "retain.yaml").read_text() and len(dry["tasks"]) == 1
 
 
@@ -226,7 +235,7 @@ def test_columns_and_labels_that_cannot_be(here):
     refused(retain("init", *data, "--label", "order_id"), "240 values in 240 rows")
     refused(retain("init", *data, "--label", "amount"), "fractions")
     refused(retain("init", *data, "--label", "ordered"), "dates")
-    refused(retain("init", *data, "--label", "gaps"), "3 missing", "Every row needs a label")
+    refused(retain("init", *data, "--label", "gaps"), "every row has the label x")
     refused(retain("init", "--data", "nowhere.csv", "--label", "y"), "no such file")
     refused(retain("init", "--data", "orders.xlsx", "--label", "y"), ".parquet")
     refused(retain("init", *data, *data, "--label", "churned"), "listed twice")

@@ -6,11 +6,12 @@ the label alone is kept, and a comment says so.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ FEWEST_MONTHS, MOST_MONTHS = 3, 36
 """With fewer or more months than this, four periods of equal row count are proposed."""
 
 MOST_NAMED = 20
-"""Leak suspects that are written out at most."""
+"""Leak suspects and columns with missing values that are written out at most."""
 
 UNIQUE = 0.95
 """A column with more distinct values per row is nearly unique."""
@@ -55,6 +56,7 @@ class Column:
         distinct: how many distinct values it has; 0 where they were not counted.
         dropped: why it is no feature; None where it is one.
         leak: whether it tells the label alone.
+        missing: how many rows have no value in it.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Column:
     distinct: int = 0
     dropped: str | None = None
     leak: bool = False
+    missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ def propose(form: str, files: Sequence[str], label: str, time: str | None, folde
     if time == label:
         raise ConfigError(f"--time {time} is also the label. Name the column of dates.")
     read, _ = tables.read_tables(form, files)
-    labels = read_labels(_whole(read, files, label, "--label", "Every row needs a label: fill them in or leave the rows out."))
+    read, unlabelled = _labelled(read, files, label)
+    labels = read_labels(_whole(read, files, label, "--label", "A label is a text or a whole number: mend them."))
     counts = _class_counts(labels, label)
     key = None if time is None else _whole(read, files, time, "--time", "Every row needs a time: fill them in.")
     names = [name for name in dict.fromkeys(read[0].column_names) if name not in (label, time)]
@@ -108,13 +112,14 @@ def propose(form: str, files: Sequence[str], label: str, time: str | None, folde
     rows = len(labels.codes)
     paths = [os.path.relpath(Path(path).parent.resolve() / Path(path).name, folder) for path in files]
     classes = dict(zip(labels.names, counts.tolist(), strict=True))
-    text = _written(form, paths, label, classes, columns, (split, said), (metric, positive, why), rows, tasks)
+    text = _written(form, paths, label, classes, columns, (split, said), (metric, positive, why), (rows, unlabelled), tasks)
     values = yaml.safe_load(text)
     spec = RunSpec.parse(values, base=folder)
     _same_files(getattr(spec.stream, form), files)
     stream = build_stream(spec)
     seen = {
         "rows": rows,
+        "unlabelled": unlabelled,
         "files": list(paths),
         "classes": classes,
         "columns": [asdict(column) for column in columns],
@@ -127,6 +132,17 @@ def propose(form: str, files: Sequence[str], label: str, time: str | None, folde
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def _labelled(read: Sequence[pa.Table], files: Sequence[str], label: str) -> tuple[list[pa.Table], int]:
+    """The rows that have a label, table by table, and how many have none."""
+    found = []
+    for table, where in zip(read, files, strict=True):
+        column = tables.column_of(table, label, where, "--label")
+        found.append(table.filter(pc.invert(pc.is_null(column, nan_is_null=True))) if column.null_count else table)
+    if not any(table.num_rows for table in found):
+        raise DataError(f"--label {label}: no row of {files[0]} has a value there.")
+    return found, sum(table.num_rows for table in read) - sum(table.num_rows for table in found)
 
 
 def _whole(read: Sequence[pa.Table], files: Sequence[str], name: str, key: str, remedy: str) -> pa.ChunkedArray:
@@ -176,25 +192,32 @@ def _look(parts: Sequence[pa.ChunkedArray | None], name: str, codes: np.ndarray)
             plain.append(tables.plain(part, name, ""))
         except DataError:
             return Column(name, "other", dropped=f"holds {part.type}, neither numbers nor text")
-    missing = sum(int(pc.sum(pc.is_null(part, nan_is_null=True)).as_py()) for part in plain)
-    if missing == rows:
+    there = [~pc.is_null(part, nan_is_null=True).to_numpy() for part in plain]
+    known = np.concatenate(there)
+    if not known.any():
         return Column(name, "empty", dropped="empty")
+    plain = [part.filter(pa.array(mask)) for part, mask in zip(plain, there, strict=True) if mask.any()]
     sorts = {"text" if kinds.is_string(p.type) else "date" if kinds.is_timestamp(p.type) else "number" for p in plain}
-    if missing:
-        return Column(name, min(sorts), dropped=f"{missing:,} of {rows:,} values are missing; fill them in to use it")
     if len(sorts) > 1:
         return Column(name, "other", dropped=f"{' in one file and '.join(sorted(sorts))} in another")
     kind = plain[0].type if len({part.type for part in plain}) == 1 else pa.float64()
     column = pa.chunked_array([chunk for part in plain for chunk in part.cast(kind, safe=False).chunks], kind)
     unique = not kinds.is_floating(kind) and all(pc.count_distinct(part).as_py() > UNIQUE * len(part) for part in plain)
-    return _of_type(column, name, codes, unique)
+    if kinds.is_timestamp(kind) and len(plain) > 1:
+        ends = [pc.min_max(part).as_py() for part in plain]
+        if all(one["max"] < other["min"] for one, other in itertools.pairwise(ends)):
+            return Column(name, "date", dropped="dates that go on from file to file; --time makes them split")
+    seen = _of_type(column, name, codes[known], unique)
+    return replace(seen, missing=rows - int(known.sum()))
 
 
 def _of_type(column: pa.ChunkedArray, name: str, codes: np.ndarray, unique: bool) -> Column:
     """What a column of one type without missing values holds; `unique`: nearly every row of each file has its own value."""
     rows, distinct, kind = len(codes), int(pc.count_distinct(column).as_py()), column.type
-    if kinds.is_timestamp(kind) or (kinds.is_string(kind) and _is_dates(column, name)):
-        return Column(name, "date", distinct, "dates, which do not split here")
+    if kinds.is_string(kind) and _is_dates(column, name):
+        return Column(name, "date", distinct, "dates as text, which do not split here")
+    if kinds.is_timestamp(kind) and distinct > 1:
+        return Column(name, "date", distinct)
     if distinct == 1:
         return Column(name, "constant", 1, f"always {_shown(name_of(column[0].as_py()))}")
     if kinds.is_string(kind):
@@ -307,10 +330,11 @@ def _written(
     columns: Sequence[Column],
     split: tuple[dict[str, Any], str],
     metric: tuple[str, Any, str],
-    rows: int,
+    counts: tuple[int, int],
     tasks: int,
 ) -> str:
-    """The YAML: every line says what was seen."""
+    """The YAML: every line says what was seen; `counts`: rows with and without a label."""
+    rows, unlabelled = counts
     dropped = [column for column in columns if column.dropped]
     features = [column for column in columns if not column.dropped]
     suspects = [column for column in features if column.leak]
@@ -320,14 +344,22 @@ def _written(
     lines = ["# Written by `retain init`. Every key: docs/configuration.md", "", "stream:"]
     lines += [f"  {form}:  # {rows:,} rows", *(f"    - {_scalar(path)}" for path in paths)]
     lines.append(f"  label: {_scalar(label)}  # {len(classes):,} classes; {named}{', …' if len(classes) > 5 else ''}")
+    if unlabelled:
+        lines.append(f"  # {unlabelled:,} more rows have no label; they are left out until they have one")
     lines.append(f"  split:  # {split[1]}; {rows:,} rows")
     lines += [f"    {key}: {_scalar(value)}" for key, value in split[0].items()]
     if dropped:
         lines.append(f"  drop:  # {len(dropped):,} of {len(columns):,} columns")
         lines += [f"    - {_scalar(column.name)}  # {column.dropped}" for column in dropped]
-    numbers, texts = [c for c in features if c.kind != "category"], [c for c in features if c.kind == "category"]
-    said = f"{len(numbers):,} of numbers, {len(texts):,} of text with {sum(c.distinct for c in texts):,} categories"
+    of = {kind: [column for column in features if column.kind == kind] for kind in ("date", "category")}
+    numbers = len(features) - len(of["date"]) - len(of["category"])
+    said = f"{numbers:,} of numbers, {len(of['category']):,} of text with {sum(c.distinct for c in of['category']):,} categories"
+    said += f", {len(of['date']):,} of dates" if of["date"] else ""
     lines.append(f"  # features: the other {len(features):,} columns, {said}")
+    gaps = [f"{_shown(column.name)} ({column.missing:,})" for column in features if column.missing]
+    if gaps:
+        lines.append(f"  # missing values, which an indicator tells the model of: {shortened(gaps, MOST_NAMED)}")
+    lines.append("  # id: COLUMN  # whom a row is about, such as a customer: no feature; `retain purge` finds rows by it")
     for column in suspects[:MOST_NAMED]:
         lines.append(
             f"  # leak? {_shown(column.name)} tells the label alone; add it to drop unless it is known before the label is"

@@ -271,7 +271,7 @@ def _filled(table: pa.Table, plan: features.Plan) -> list[str]:
     ]
     said = []
     if parts[0]:
-        said.append(f"Missing values, which the model is told of: {encode.shortened(parts[0])}.")
+        said.append(f"Missing values, which an indicator tells the model of: {encode.shortened(parts[0])}.")
     if parts[1]:
         said.append(
             f"Missing values where the first task had none, so read as the mean or as (other): {encode.shortened(parts[1])}."
