@@ -155,7 +155,7 @@ def test_parquet_with_columns_that_training_refuses(here):
 
 def test_rows_that_have_no_label_yet_are_left_out_and_said(here):
     save(here / "orders.csv", **columns(churned=["", *columns()["churned"][1:-1], ""]))
-    seen, dry, _ = written("--data", "orders.csv", "--label", "churned")
+    seen, _, _ = written("--data", "orders.csv", "--label", "churned")
     assert seen["rows"] == ROWS - 2 and seen["unlabelled"] == 2 and set(seen["classes"]) == {"no", "yes"}
     assert "2 more rows have no label" in (here / "retain.yaml").read_text()
 

@@ -542,6 +542,9 @@ class BudgetSpec(Strict):
     """What the run must keep to; `summary.json` says whether it did."""
 
     forgetting: Annotated[float, Field(ge=0, le=1)] | None = None
+    score: Finite | None = None
+    """The newest task's metric, just after it was learned, is at least this (of `loss`: at most). Catches data that teach nothing,
+    such as a month with wrong labels, which stored rows may keep from harming the others."""
 
 
 class CheckpointSpec(Strict):

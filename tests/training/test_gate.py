@@ -1,4 +1,4 @@
-"""The gate: a task that breaks the budget for forgetting is not learned, and what was learned before stays."""
+"""The gate: a task that breaks a budget is not learned, and what was learned before stays."""
 
 import json
 from unittest import mock
@@ -13,6 +13,7 @@ from retain.data.task import Rows, Stream, Task
 from retain.errors import RunError
 from retain.spec import RunSpec
 from retain.training import lineage, loop
+from retain.training.checks import config_of
 from tests.kit import Killed, weights_of
 
 SPEC = {
@@ -71,6 +72,36 @@ def test_a_sabotaged_month_is_refused_and_the_next_good_one_is_learned(tmp_path)
     assert [name for name, _ in statuses(tmp_path / "run")] == ["m0", "m1", "m2"]
     train(tmp_path / "alone", good, next_one)
     assert all(torch.equal(value, weights_of(tmp_path / "alone")[name]) for name, value in weights_of(tmp_path / "run").items())
+
+
+def test_a_task_that_teaches_nothing_is_refused_by_its_own_score(tmp_path):
+    """Labels without a pattern harm nothing that stored rows protect; the new task's own score gives them away."""
+    noise = month(1)
+    for rows in (noise.train, noise.test):
+        rows.targets[:] = rows.targets[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    settings = {"budget": {"score": 0.8}}
+    train(tmp_path / "run", month(0), **settings)
+    summary, notes = train(tmp_path / "run", month(0), noise, **settings)
+    assert summary["rejected"] == "m1" and summary["budgets"]["score"]["status"] == "kept"  # of what stays learned
+    assert any("m1 is refused by the gate: score 0." in text and "breaks the budget of 0.8" in text for text in notes)
+    summary, _ = train(tmp_path / "run", month(0), month(2), **settings)
+    assert summary["tasks"] == ["m0", "m2"] and summary["budgets"]["score"]["limit"] == 0.8
+
+
+def test_a_score_of_loss_is_at_most_the_budget(tmp_path):
+    for limit, rejected in ((10.0, None), (0.0001, "m0")):
+        summary, _ = train(tmp_path / str(limit), month(0), **{"budget.score": limit, "stream.metric": "loss"})
+        assert summary["rejected"] == rejected
+
+
+def test_new_files_do_not_bring_a_refused_task_back():
+    """What a refusal holds for is how a task is learned and judged, not where rows come from."""
+
+    def config(**changes):
+        return config_of(RunSpec.parse({"stream": {"csv": ["a.csv"], "label": "y"}}).with_values(changes))
+
+    assert config() == config(**{"stream.csv": ["a.csv", "b.csv"]}) == config(**{"training_params.device": "cpu"})
+    assert config() != config(**{"budget.score": 0.5}) and config() != config(**{"training_params.epochs": 4})
 
 
 def test_without_the_gate_it_is_learned_and_the_budget_is_broken(tmp_path):

@@ -108,9 +108,9 @@ def _facts(summary: Mapping[str, Any]) -> list[str]:
         facts.append(f"{summary['throughput_items_per_s']:,.0f} rows/s, replayed rows included")
     facts.append(peak_text(memory["measured_peak_bytes"], memory["measured_by"]))
     facts += [f"{clean(name)} holds {size(value)}" for name, value in memory["state_bytes"].items()]
-    budget = summary["budgets"]["forgetting"]
-    if budget["status"] != "none":
-        facts.append(f"forgetting {number(budget['measured'])}, budget {budget['limit']:g}: {budget['status']}")
+    for name, budget in summary["budgets"].items():
+        if budget["status"] != "none":
+            facts.append(f"{name} {number(budget['measured'])}, budget {budget['limit']:g}: {budget['status']}")
     return facts
 
 

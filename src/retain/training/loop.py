@@ -68,8 +68,8 @@ CANNOT_HELP = (
     "set stream.split.task_id: true."
 )
 REFUSED = (
-    "Task {task} is refused by the gate: forgetting {measured:.3f} is over the budget of {limit:g}. The model before it stays. "
-    "retain promote {run} {task} accepts it; it is tried again when its rows or the configuration have changed."
+    "Task {task} is refused by the gate: {why}. The model before it stays. retain promote {run} {task} accepts it; it is tried "
+    "again when its rows or the configuration have changed."
 )
 MAX_SKIPPED = 100
 """Steps in a row that the loss scaler may skip: it halves the scale each time, so after these no scale would have helped."""
@@ -299,12 +299,15 @@ def _learn(training: Training, task: Task) -> bool:
     content["spec.yaml"] = _spec_yaml(training.spec)
     if training.spec.stream.keep_eval:
         content["eval.safetensors"] = task.test.tensors()
-    budget = summarize(training.spec, [*run.learned, record])["budgets"]["forgetting"]
-    if training.gate and budget["status"] == "broken":
+    budgets = summarize(training.spec, [*run.learned, record])["budgets"]
+    if training.gate and (broken := {name: budget for name, budget in budgets.items() if budget["status"] == "broken"}):
         run.add_rejected({**record, "config": config_of(training.spec)}, content)
         run.drop_partials()
-        run.log("rejected", task=task.name, number=number, **budget)
-        training.listener("note", {"text": REFUSED.format(task=task.name, run=run.path, **budget)})
+        run.log("rejected", task=task.name, number=number, budgets=broken)
+        why = " and ".join(
+            f"{name} {budget['measured']:.3f} breaks the budget of {budget['limit']:g}" for name, budget in broken.items()
+        )
+        training.listener("note", {"text": REFUSED.format(task=task.name, run=run.path, why=why)})
         return False
     run.add_task(record, content)
     run.drop_partials()

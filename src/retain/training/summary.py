@@ -37,8 +37,8 @@ def summarize(spec: RunSpec, records: Sequence[Mapping[str, Any]]) -> dict[str, 
     last = records[-1] if records else {}
     seconds = sum(record["seconds"] for record in records)
     rows = sum(record["trained_rows"] for record in records)
-    limit = spec.budget.forgetting
-    forgetting = measures["forgetting"]
+    newest = matrices[primary]["values"][-1][-1] if records else None
+    budget, higher = spec.budget, matrices[primary]["higher_is_better"]
     peak = max((record["memory"]["peak_bytes"] for record in records), default=0)
     return {
         "schema": SCHEMA,
@@ -58,7 +58,8 @@ def summarize(spec: RunSpec, records: Sequence[Mapping[str, Any]]) -> dict[str, 
         },
         "budgets": {
             "memory": {"limit": None, "measured": peak, "status": "none"},
-            "forgetting": {"limit": limit, "measured": forgetting, "status": _status(forgetting, limit)},
+            "forgetting": _kept(measures["forgetting"], budget.forgetting, at_most=True),
+            "score": _kept(newest, budget.score, at_most=not higher),
         },
         "rejected": None,
         "throughput_items_per_s": rows / seconds if seconds else None,
@@ -91,7 +92,10 @@ def _around(records: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[f
     }
 
 
-def _status(measured: float | None, limit: float | None) -> str:
+def _kept(measured: float | None, limit: float | None, *, at_most: bool) -> dict[str, Any]:
+    """What became of a budget; nothing is known of one that was not set or not measured."""
     if limit is None or measured is None:
-        return "none"
-    return "kept" if measured <= limit else "broken"
+        status = "none"
+    else:
+        status = "kept" if (measured <= limit if at_most else measured >= limit) else "broken"
+    return {"limit": limit, "measured": measured, "status": status}
