@@ -98,12 +98,9 @@ def show(path: Path, rows: int, said: dict[str, float]) -> None:
     """One line for a form."""
     loaded, peak = ((said[name] - said["import"] - said["model"]) / 2**30 for name in ("loaded", "peak"))
     size = path.stat().st_size / 2**20
-    print(
-        f"{path.suffix[1:]}, {rows:,} x {COLUMNS + 1}, {size:,.0f} MiB on disk: {loaded:.2f} GiB to load and {peak:.2f} GiB in all, over"
-    )
-    print(
-        f"    the import and the model's {said['model'] / 2**20:.1f} MiB; {said['load_seconds']:.1f} s to load, {said['seconds']:.0f} s in all, auc {said['auc']:.3f}"
-    )
+    print(f"{path.suffix[1:]}, {rows:,} x {COLUMNS + 1}, {size:,.0f} MiB on disk: {loaded:.2f} GiB to load, {peak:.2f} GiB in all")
+    print(f"    over the import and the model's {said['model'] / 2**20:.1f} MiB; {said['load_seconds']:.1f} s to load,", end=" ")
+    print(f"{said['seconds']:.0f} s in all; auc {said['auc']:.3f}")
 
 
 if __name__ == "__main__":

@@ -101,10 +101,8 @@ def main() -> None:
             summary = good(folders[0], seed, args.rows)
             values = summary["matrices"][summary["primary"]]["values"]
             first = [row[0] for row in values]
-            said = " ".join(f"{value:.3f}" for value in first)
-            print(
-                f"seed {seed}: {summary['primary']} of the first month after each update: {said}; best - last {max(first) - first[-1]:.3f}"
-            )
+            said, lost = " ".join(f"{value:.3f}" for value in first), max(first) - first[-1]
+            print(f"seed {seed}: {summary['primary']} of the first month after each update: {said}; best - last {lost:.3f}")
             measures = {name: round(value, 3) for name, value in summary["measures"].items() if value is not None}
             print(f"    {measures}; wrongly refused: {', '.join(summary['refused']) or 'none'}")
             print(f"    month 4 shuffled: {'; '.join(sabotaged(folders[1], seed, args.rows))}", flush=True)

@@ -59,7 +59,8 @@ def require_file(path: str, key: str) -> None:
 
 def _csv(path: str, text: Collection[str]) -> pa.Table:
     options = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(text, pa.string()))
-    table = pyarrow.csv.read_csv(path, convert_options=options)
+    parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    table = pyarrow.csv.read_csv(path, convert_options=options, parse_options=parsing)
     for position, name in enumerate(table.column_names):
         column = table.column(position)
         if column.type == pa.string():  # an empty field is missing; a text such as NA may be meant
