@@ -119,6 +119,15 @@ def test_several_files_are_tasks_and_paths_start_at_the_yaml(here):
     assert [task["task"] for task in dry["tasks"]] == ["january", "february"]
 
 
+def test_a_pattern_stands_in_the_yaml_for_files_that_come_later(here):
+    (here / "data").mkdir()
+    for year in (2026, 2027):
+        save(here / f"data/{year}.csv", **columns(ordered=[day.replace("2026", str(year)) for day in columns()["ordered"]]))
+    seen, dry, config = written("--data", "data/*.csv", "--label", "churned", "--time", "ordered")
+    assert config["stream"]["csv"] == ["data/*.csv"] and seen["rows"] == 2 * ROWS and len(dry["tasks"]) == 24
+    refused(retain("init", "--data", "date/*.csv", "--label", "churned", "--force"), "date/*.csv", "no file matches")
+
+
 @pytest.mark.parametrize("name", ["orders.csv.gz", "orders.jsonl", "orders.jsonl.gz", "orders.arrow", "orders.CSV"])
 def test_every_form(here, name):
     form = name.lower().removesuffix(".gz").rpartition(".")[2]

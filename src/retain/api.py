@@ -18,8 +18,9 @@ from retain.data.tables import column_of, read_table
 from retain.data.task import Stream
 from retain.errors import ConfigError, DataError, RunError
 from retain.models.build import build_model
+from retain.report.page import page
 from retain.seams import Batch
-from retain.spec import RunSpec
+from retain.spec import RunSpec, matching
 from retain.training import loop
 from retain.training.checks import Listener
 from retain.training.lineage import RunDirectory, load_checkpoint, opened, write_file
@@ -89,7 +90,7 @@ def init(
     """Look at tables and write a first configuration for them, with a comment on every choice.
 
     Args:
-        data: one file or several of one form.
+        data: one file or several of one form; a pattern such as ``data/*.csv`` stands for the files that match, then and later.
         label: the column of labels.
         time: the column that splits by time; default: the only column of dates of a single file.
         output: the YAML file; paths in it are relative to its folder.
@@ -101,17 +102,20 @@ def init(
     Raises:
         ConfigError: the file is there already, or the data or a column cannot be used. Nothing was written.
     """
-    path, files = Path(output), [str(file) for file in ([data] if isinstance(data, (str, Path)) else data)]
+    path, given = Path(output), [str(file) for file in ([data] if isinstance(data, (str, Path)) else data)]
+    files = [file for each in given for file in matching(each)]
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--output {path}: expected a file name in a folder that is there.")
     if not force and (path.exists() or path.is_symlink()):
         raise ConfigError(f"--output {path}: the file is there already. Replace it with --force, or give another name.")
+    if not files:
+        raise ConfigError(f"--data {', '.join(given)}: no file matches. Correct the path or the pattern.")
     forms = {FORMS.get(Path(file.lower().removesuffix(".gz")).suffix) for file in files}
     if len(forms) != 1 or None in forms:
         raise ConfigError(f"--data {', '.join(files)}: expected files of one form: .csv, .parquet, .jsonl or .arrow.")
     if len(set(files)) < len(files):
         raise ConfigError(f"--data {', '.join(files)}: a file is listed twice. List each file once.")
-    found = propose(str(forms.pop()), files, label, time, path.parent.resolve())
+    found = propose(str(forms.pop()), files, label, time, path.parent.resolve(), given)
     write_file(path, found.text.encode())
     return found.seen
 
@@ -195,7 +199,8 @@ def predict(run: str | Path, table: str | Path, *, task: str | int | None = None
     form = next((form for suffix, form in FORMS.items() if suffix in path.suffixes), None)
     if form is None:
         raise DataError(f"{path}: expected a file called .csv, .parquet, .jsonl or .arrow.")
-    rows = read_table(form, str(path), {*texts(learned.columns), *keep} if form == "csv" else ())
+    as_text = texts(learned.columns) | (set(keep) - {entry["name"] for entry in learned.columns})  # 007 is to stay 007
+    rows = read_table(form, str(path), as_text if form == "csv" else ())
     inputs = learned.rows(rows, str(path))
     dtype = next(learned.module.parameters()).dtype
     parts = Batch(inputs, torch.zeros(rows.num_rows)).parts(ROWS_AT_ONCE)
@@ -251,6 +256,30 @@ def rollback(run: str | Path, task: str | int) -> list[str]:
         later = [record["task"] for record in directory.roll_back(number)]
         directory.log("rollback", task=number, dropped=later)
     return later
+
+
+def report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Write one self-contained HTML page that tells the story of a run; see `retain.report.page`.
+
+    It takes no lock, so a run can be looked at while it trains.
+
+    Args:
+        run: the run's directory.
+        output: the file to write; default: `report.html` in the run.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        RunError: there is no such run, it has learned no task yet, or a task's record is damaged.
+        ConfigError: `output` is no file name in a folder that is there.
+    """
+    path = Path(run) / "report.html" if output is None else Path(output)
+    made = page(Path(run))
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: expected a file name in a folder that is there.")
+    write_file(path, made.encode(errors="replace"))
+    return path
 
 
 def _number_of(run: RunDirectory, task: str | int) -> int:

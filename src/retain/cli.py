@@ -189,6 +189,25 @@ def rollback(
             typer.echo(f"{run}: no task was learned after {task}; nothing was changed.")
 
 
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    output: Annotated[Path | None, typer.Option(help="The HTML file to write; default: report.html in RUN.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML page that tells the story of a run: whether its model may be shipped, and why.
+
+    The page is one file and fetches nothing: it can be sent and kept.
+
+    Example: retain report runs/orders --output orders.html
+    """
+    with _errors(as_json):
+        from retain.api import report as tell
+
+        written = tell(run, output)
+        typer.echo(json.dumps({"schema": 1, "output": str(written)}, ensure_ascii=False) if as_json else str(written))
+
+
 def _dry_run(spec: RunSpec, path: Path, as_json: bool) -> None:
     """Print the resolved spec, the tasks, their rows and steps; nothing is written."""
     import yaml

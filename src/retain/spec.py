@@ -717,11 +717,16 @@ def _set(values: Any, key: str, value: Any) -> None:
         raise ConfigError(f"{key}: not a position in a list of {len(values)}")
 
 
-def _matching(path: Any, where: str, missing: list[Finding]) -> list[Any]:
+def matching(path: str) -> list[str]:
     """The files that a pattern such as data/*.csv matches, in order of their names; a path without a pattern as it is."""
-    if not isinstance(path, str) or not glob.has_magic(path) or Path(path).exists():
+    return sorted(glob.glob(path)) if glob.has_magic(path) and not Path(path).exists() else [path]
+
+
+def _matching(path: Any, where: str, missing: list[Finding]) -> list[Any]:
+    """The same for whatever a file holds; a pattern without a match is a finding."""
+    if not isinstance(path, str):
         return [path]
-    if not (found := sorted(glob.glob(path))):
+    if not (found := matching(path)):
         missing.append(Finding("no-files", f"{where}: no file matches {path}.", "", "Correct the path or the pattern."))
     return found or [path]
 

@@ -80,7 +80,9 @@ class Proposal:
     seen: dict[str, Any]
 
 
-def propose(form: str, files: Sequence[str], label: str, time: str | None, folder: Path) -> Proposal:
+def propose(
+    form: str, files: Sequence[str], label: str, time: str | None, folder: Path, written: Sequence[str] | None = None
+) -> Proposal:
     """Look at tables and propose a configuration, which has been tried: training takes it.
 
     Args:
@@ -89,6 +91,7 @@ def propose(form: str, files: Sequence[str], label: str, time: str | None, folde
         label: the column of labels.
         time: the column that splits by time; None to take the only column of dates of a single file.
         folder: where the YAML will lie; paths are written relative to it.
+        written: what stands for the files in the YAML, such as a pattern; default: the files.
 
     Raises:
         ConfigError: the label, the time or a path cannot be used.
@@ -110,7 +113,7 @@ def propose(form: str, files: Sequence[str], label: str, time: str | None, folde
     split, tasks, said = _split(time, key, labels.codes, len(files), dates)
     metric, positive, why = _metric(labels, counts)
     rows = len(labels.codes)
-    paths = [os.path.relpath(Path(path).parent.resolve() / Path(path).name, folder) for path in files]
+    paths = [os.path.relpath(Path(path).parent.resolve() / Path(path).name, folder) for path in written or files]
     classes = dict(zip(labels.names, counts.tolist(), strict=True))
     text = _written(form, paths, label, classes, columns, (split, said), (metric, positive, why), (rows, unlabelled), tasks)
     values = yaml.safe_load(text)
@@ -383,6 +386,7 @@ def _written(
         "",
         "budget:",
         "  forgetting: 0.05  # earlier tasks may lose this much; with `retain train --gate` a task that breaks it is refused",
+        "  # score: 0.5  # what the newest task's own metric must reach; a month with wrong labels does not",
     ]
     return "\n".join(lines) + "\n"
 

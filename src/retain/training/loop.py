@@ -173,7 +173,7 @@ def train(
         pending = pending_tasks(stream, run, listener, config_of(spec))
         rejected = None
         listener("stream", {"stream": stream, "pending": pending, "learned": run.learned, "steps": total_steps(spec, pending)})
-        if prior and (changes := _changes(prior["spec"], spec)):
+        if prior and (changes := _without_new_files(_changes(prior["spec"], spec))):
             _say_changes(run, changes, bool(pending), listener)
         if pending:
             for text in _advice(spec, stream):
@@ -578,6 +578,16 @@ def _say_changes(run: RunDirectory, changes: Mapping[str, tuple[Any, Any]], pend
 def _changes(values: Mapping[str, Any], spec: RunSpec) -> dict[str, tuple[Any, Any]]:
     """Keys in which a spec differs from the one of a checkpoint, defaults included."""
     return differences(RunSpec.parse(values).model_dump(mode="json"), spec.model_dump(mode="json"))
+
+
+def _without_new_files(changes: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """The changes without those that a growing stream makes every time: more files, and a later end."""
+    grown = {f"stream.{name}" for name in SOURCES}
+    return {
+        key: (old, new)
+        for key, (old, new) in changes.items()
+        if key != "stream.split.until" and not (key in grown and isinstance(new, list) and set(old or ()) <= set(new))
+    }
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
