@@ -128,6 +128,16 @@ def test_a_pattern_stands_in_the_yaml_for_files_that_come_later(here):
     refused(retain("init", "--data", "date/*.csv", "--label", "churned", "--force"), "date/*.csv", "no file matches")
 
 
+def test_whom_a_row_is_about(here):
+    save(here / "orders.csv", **columns(customer=[i % 40 for i in range(ROWS)]))
+    seen, _, config = written("--data", "orders.csv", "--label", "churned", "--id", "customer")
+    assert config["stream"]["id"] == "customer" and "customer" not in {column["name"] for column in seen["columns"]}
+    again = ("init", "--data", "orders.csv", "--label", "churned", "--force")
+    refused(retain(*again, "--id", "custmer"), "--id", "custmer", "customer")
+    refused(retain(*again, "--id", "churned"), "--id churned is also the label")
+    refused(retain(*again, "--id", "ordered", "--time", "ordered"), "--id ordered is also the time")
+
+
 @pytest.mark.parametrize("name", ["orders.csv.gz", "orders.jsonl", "orders.jsonl.gz", "orders.arrow", "orders.CSV"])
 def test_every_form(here, name):
     form = name.lower().removesuffix(".gz").rpartition(".")[2]

@@ -84,6 +84,7 @@ def init(
     label: str,
     *,
     time: str | None = None,
+    id: str | None = None,
     output: str | Path = "retain.yaml",
     force: bool = False,
 ) -> dict[str, Any]:
@@ -93,6 +94,7 @@ def init(
         data: one file or several of one form; a pattern such as ``data/*.csv`` stands for the files that match, then and later.
         label: the column of labels.
         time: the column that splits by time; default: the only column of dates of a single file.
+        id: the column that says whom a row is about, such as a customer: no feature; `purge` finds rows by it.
         output: the YAML file; paths in it are relative to its folder.
         force: replace the file if it is there.
 
@@ -115,7 +117,7 @@ def init(
         raise ConfigError(f"--data {', '.join(files)}: expected files of one form: .csv, .parquet, .jsonl or .arrow.")
     if len(set(files)) < len(files):
         raise ConfigError(f"--data {', '.join(files)}: a file is listed twice. List each file once.")
-    found = propose(str(forms.pop()), files, label, time, path.parent.resolve(), given)
+    found = propose(str(forms.pop()), files, label, time, id, path.parent.resolve(), given)
     write_file(path, found.text.encode())
     return found.seen
 

@@ -44,18 +44,19 @@ def init(
     data: Annotated[list[str], typer.Option("--data", help="A .csv, .parquet, .jsonl or .arrow file; repeatable.")],
     label: Annotated[str, typer.Option(help="The column of labels.")],
     time: Annotated[str | None, typer.Option(help="The column that splits by time; default: the only one of dates.")] = None,
+    who: Annotated[str | None, typer.Option("--id", help="The column that says whom a row is about; no feature.")] = None,
     output: Annotated[Path, typer.Option(help="The YAML file to write.")] = Path("retain.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
     as_json: Json = False,
 ) -> None:
     """Look at tables and write a commented configuration that `retain train` takes as it stands.
 
-    Example: retain init --data orders.csv --label churned --time ordered
+    Example: retain init --data orders.csv --label churned --time ordered --id customer
     """
     with _errors(as_json):
         from retain.api import init as write
 
-        seen = write(data, label, time=time, output=output, force=force)
+        seen = write(data, label, time=time, id=who, output=output, force=force)
         if as_json:
             typer.echo(json.dumps({"schema": 1, "output": str(output), **seen}, ensure_ascii=False))
             return

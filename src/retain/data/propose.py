@@ -81,7 +81,13 @@ class Proposal:
 
 
 def propose(
-    form: str, files: Sequence[str], label: str, time: str | None, folder: Path, written: Sequence[str] | None = None
+    form: str,
+    files: Sequence[str],
+    label: str,
+    time: str | None,
+    who: str | None,
+    folder: Path,
+    written: Sequence[str] | None = None,
 ) -> Proposal:
     """Look at tables and propose a configuration, which has been tried: training takes it.
 
@@ -90,21 +96,27 @@ def propose(
         files: at least one.
         label: the column of labels.
         time: the column that splits by time; None to take the only column of dates of a single file.
+        who: the column that says whom a row is about, which is no feature.
         folder: where the YAML will lie; paths are written relative to it.
         written: what stands for the files in the YAML, such as a pattern; default: the files.
 
     Raises:
-        ConfigError: the label, the time or a path cannot be used.
+        ConfigError: the label, the time, the identifier or a path cannot be used.
         DataError: the data cannot be read or used.
     """
     if time == label:
         raise ConfigError(f"--time {time} is also the label. Name the column of dates.")
+    if who is not None and who in (label, time):
+        raise ConfigError(f"--id {who} is also the {'label' if who == label else 'time'}. Name the column of customers, say.")
     read, _ = tables.read_tables(form, files)
+    if who is not None:
+        for table, where in zip(read, files, strict=True):
+            tables.column_of(table, who, where, "--id")
     read, unlabelled = _labelled(read, files, label)
     labels = read_labels(_whole(read, files, label, "--label", "A label is a text or a whole number: mend them."))
     counts = _class_counts(labels, label)
     key = None if time is None else _whole(read, files, time, "--time", "Every row needs a time: fill them in.")
-    names = [name for name in dict.fromkeys(read[0].column_names) if name not in (label, time)]
+    names = [name for name in dict.fromkeys(read[0].column_names) if name not in (label, time, who)]
     columns = [_look([_only(table, name) for table in read], name, labels.codes) for name in names]
     dates = [column.name for column in columns if column.kind == "date"]
     if key is None and len(files) == 1 and len(dates) == 1:
@@ -115,7 +127,7 @@ def propose(
     rows = len(labels.codes)
     paths = [os.path.relpath(Path(path).parent.resolve() / Path(path).name, folder) for path in written or files]
     classes = dict(zip(labels.names, counts.tolist(), strict=True))
-    text = _written(form, paths, label, classes, columns, (split, said), (metric, positive, why), (rows, unlabelled), tasks)
+    text = _written(form, paths, label, classes, columns, who, (split, said), (metric, positive, why), (rows, unlabelled), tasks)
     values = yaml.safe_load(text)
     spec = RunSpec.parse(values, base=folder)
     _same_files(getattr(spec.stream, form), files)
@@ -331,6 +343,7 @@ def _written(
     label: str,
     classes: dict[str, int],
     columns: Sequence[Column],
+    who: str | None,
     split: tuple[dict[str, Any], str],
     metric: tuple[str, Any, str],
     counts: tuple[int, int],
@@ -362,7 +375,8 @@ def _written(
     gaps = [f"{_shown(column.name)} ({column.missing:,})" for column in features if column.missing]
     if gaps:
         lines.append(f"  # missing values, which an indicator tells the model of: {shortened(gaps, MOST_NAMED)}")
-    lines.append("  # id: COLUMN  # whom a row is about, such as a customer: no feature; `retain purge` finds rows by it")
+    given = "# id: COLUMN" if who is None else f"id: {_scalar(who)}"
+    lines.append(f"  {given}  # whom a row is about, such as a customer: no feature; `retain purge` finds rows by it")
     for column in suspects[:MOST_NAMED]:
         lines.append(
             f"  # leak? {_shown(column.name)} tells the label alone; add it to drop unless it is known before the label is"
