@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
@@ -33,6 +36,26 @@ def killed_after(steps: int) -> Iterator[None]:
     real = loop.train_step
     with mock.patch.object(loop, "train_step", step):
         yield
+
+
+def moments(points: list[str], at: int | None) -> list[Any]:
+    """Patches that record every write to the disk and die at one of them, before or after it has happened."""
+
+    def around(where, name):
+        real = getattr(where, name)
+
+        def call(*args, **kwargs):
+            for moment in ("before", "after"):
+                points.append(f"{moment} {name}")
+                if at is not None and len(points) == at:
+                    raise Killed
+                if moment == "before":
+                    result = real(*args, **kwargs)
+            return result
+
+        return mock.patch.object(where, name, call)
+
+    return [around(os, "fsync"), around(os, "replace"), around(Path, "rename"), around(shutil, "rmtree"), around(Path, "unlink")]
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:

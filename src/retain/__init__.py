@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retain.api import init, load, predict, promote, rollback, train
+    from retain.api import init, load, predict, promote, purge, rollback, train
     from retain.data.task import Rows, Stream, Task
     from retain.errors import ConfigError, DataError, RetainError, RunError, Stopped
     from retain.forgetting.ewc import ewc
@@ -24,6 +24,7 @@ _HOME = {
     "load": "retain.api",
     "predict": "retain.api",
     "promote": "retain.api",
+    "purge": "retain.api",
     "rollback": "retain.api",
     "train": "retain.api",
     "Rows": "retain.data.task",
@@ -70,6 +71,7 @@ __all__ = [
     "load",
     "predict",
     "promote",
+    "purge",
     "replay",
     "rollback",
     "train",

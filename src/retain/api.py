@@ -24,6 +24,7 @@ from retain.spec import RunSpec, matching
 from retain.training import loop
 from retain.training.checks import Listener
 from retain.training.lineage import RunDirectory, load_checkpoint, opened, write_file
+from retain.training.purge import purge as forget
 from retain.training.summary import summarize
 
 FORMS = {".csv": "csv", ".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".arrow": "arrow"}
@@ -258,6 +259,30 @@ def rollback(run: str | Path, task: str | int) -> list[str]:
         later = [record["task"] for record in directory.roll_back(number)]
         directory.log("rollback", task=number, dropped=later)
     return later
+
+
+def purge(run: str | Path, where: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Remove a person's rows from a run's replay memory and kept evaluation rows; the model is not unlearned.
+
+    Args:
+        run: the run's directory.
+        where: the run's `stream.id` and its value, or a list of values: ``{"customer": 48}``.
+
+    Returns:
+        Rows removed, by checkpoint and by what held them; see `retain.training.purge.purge`.
+
+    Raises:
+        ConfigError: `where` does not name one column and its values.
+        RunError: there is no such run, or it does not find rows by that column. Nothing was changed.
+    """
+    path = Path(run)
+    if not (path / "tasks").is_dir():
+        raise RunError(f"{path}: no such run directory.")
+    if len(where) != 1:
+        raise ConfigError(f"where={dict(where)}: expected one column, the run's stream.id, and its value or values.")
+    [(column, values)] = where.items()
+    with opened(path) as directory:
+        return forget(directory, column, values if isinstance(values, (list, tuple)) else [values])
 
 
 def report(run: str | Path, output: str | Path | None = None) -> Path:

@@ -191,6 +191,36 @@ def rollback(
 
 
 @app.command()
+def purge(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    where: Annotated[list[str], typer.Option(help="COLUMN=VALUE; the column is the run's stream.id; repeatable.")],
+    as_json: Json = False,
+) -> None:
+    """Remove a person's rows from the replay memory and the kept evaluation rows. The model is not unlearned.
+
+    Example: retain purge runs/orders --where customer=48
+    """
+    with _errors(as_json):
+        from retain.api import purge as forget
+        from retain.errors import ConfigError
+
+        pairs = [text.partition("=") for text in where]
+        if not all(column and equals for column, equals, _ in pairs) or len({column for column, _, _ in pairs}) > 1:
+            raise ConfigError(f"--where {' '.join(where)}: expected COLUMN=VALUE, with one column, the run's stream.id.")
+        found = forget(run, {pairs[0][0]: [value for _, _, value in pairs]})
+        if as_json:
+            typer.echo(json.dumps({"schema": 1, "removed": found}, ensure_ascii=False))
+            return
+        for place, rows in found.items():
+            typer.echo(f"{place}: " + ", ".join(f"{count:,} rows of {holder}" for holder, count in rows.items()))
+        if not found:
+            typer.echo(f"{run}: no row is kept of {', '.join(where)}.")
+        typer.echo(
+            "The model is not unlearned: its weights are as they were. Take the rows out of the data too, or they come back."
+        )
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     output: Annotated[Path | None, typer.Option(help="The HTML file to write; default: report.html in RUN.")] = None,

@@ -233,6 +233,7 @@ class Method(NamedTuple):
         end_task: `end_task(ctx, state)`, after the last step, before the task is measured; may change the weights.
         consolidate_batch: `consolidate_batch(ctx, state)`, after the last step, for every batch of the task's training rows.
         consolidate: `consolidate(ctx, state)`, once after that.
+        forget: `forget(state, ids) -> rows`, where rows are stored: removes those whose ``id`` is among the identifiers' hashes.
     """
 
     name: str
@@ -251,3 +252,4 @@ class Method(NamedTuple):
     end_task: Callable[[StepContext, State], None] | None = None
     consolidate_batch: Callable[[StepContext, State], None] | None = None
     consolidate: Callable[[StepContext, State], None] | None = None
+    forget: Callable[[State, Tensor], int] | None = None

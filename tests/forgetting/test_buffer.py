@@ -354,3 +354,72 @@ def test_wrong_settings_are_refused():
         store.empty(0)
     with pytest.raises(ConfigError, match="'fifo'"):
         store.empty(5, "fifo")
+
+
+# --- removal ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", store.POLICIES)
+@pytest.mark.parametrize("rows", [30, 400])
+def test_removed_rows_are_gone_and_the_others_stay(policy, rows):
+    labels = torch.arange(rows) % 5
+    held = stream_(store.empty(60, policy, by_class=True), labels)
+    before = stored(held)
+    gone = torch.tensor([row % 3 == 0 for row in before])
+    store.remove_(held, gone)
+    assert sorted(stored(held)) == sorted(row for row in before if row % 3)
+    assert all(column[held.filled :].eq(0).all() for column in held.columns.values())
+    check_lists(held)
+    store.remove_(held, torch.zeros(held.filled, dtype=torch.bool))
+    assert held.filled == sum(row % 3 != 0 for row in before)
+    tensors, tree = pack(held)
+    again = store.empty(60, policy, by_class=True)
+    unpack_(again, tensors, tree)
+    assert stored(again) == stored(held)
+
+
+@pytest.mark.parametrize("policy", store.POLICIES)
+def test_rows_that_come_later_take_the_room(policy):
+    held = stream_(store.empty(60, policy, by_class=True), torch.arange(400) % 5)
+    store.remove_(held, torch.arange(60) % 4 == 0)
+    assert held.filled == 45
+    for number in range(400, 1200, 8):
+        rows = torch.arange(number, number + 8)
+        store.insert_(held, {"row": rows, "y": rows % 5}, rows % 5, number)
+        check_lists(held)
+    assert 50 < held.filled == len(set(stored(held)))  # a row that draws a free slot takes it, so the last ones wait long
+
+
+def test_a_ring_forgets_the_oldest_first_after_a_removal():
+    held = stream_(store.empty(10, "ring"), [0] * 23, batch=7)  # 13 to 22, the oldest in slot 3
+    store.remove_(held, torch.tensor([row in (14, 21) for row in stored(held)]))
+    assert stored(held) == [13, 15, 16, 17, 18, 19, 20, 22]
+    store.insert_(held, {"row": torch.arange(23, 26), "y": torch.zeros(3).long()}, torch.zeros(3).long(), 0)
+    assert sorted(stored(held)) == [15, 16, 17, 18, 19, 20, 22, 23, 24, 25]
+
+
+def test_after_a_removal_a_reservoir_is_still_a_sample_of_all_rows():
+    """Half of 400 rows removed, 200 more: each of those left and of the new ones is stored about as often."""
+    seen, streams = Counter(), 400
+    for key in range(streams):
+        held = stream_(store.empty(40, "reservoir"), [0] * 400, key)
+        store.remove_(held, torch.tensor([row % 2 == 0 for row in stored(held)]))
+        assert held.seen == pytest.approx(400 * held.filled / 40, abs=1)
+        for number, rows in enumerate(torch.arange(400, 600).split(7)):
+            store.insert_(held, {"row": rows, "y": rows * 0}, rows * 0, derive(key, "later", number))
+        seen.update("old" if row < 400 else "new" for row in stored(held))
+    # 40 slots for 200 old and 200 new rows: the free half goes to new ones first, so they are between half and three quarters
+    assert 0.5 < seen["new"] / (seen["old"] + seen["new"]) < 0.75
+
+
+def test_a_class_or_a_buffer_may_become_empty():
+    held = stream_(store.empty(20), [0] * 50 + [1] * 50)
+    store.remove_(held, torch.tensor([label == 0 for label in stored(held, "y")]))
+    assert counts(held) == {1: 10}
+    store.draw_balanced(held, 5, 0)
+    stream_(held, [0] * 30, key=9)
+    assert counts(held) == {0: 10, 1: 10}
+    store.remove_(held, torch.ones(20, dtype=torch.bool))
+    assert (held.filled, held.seen, held.columns, held.classes) == (0, 0, {}, {})
+    stream_(held, [2] * 30)
+    assert counts(held) == {2: 20}

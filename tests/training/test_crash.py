@@ -2,12 +2,10 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,7 +16,7 @@ from retain.errors import Stopped
 from retain.forgetting import fisher
 from retain.spec import RunSpec
 from retain.training import loop
-from tests.kit import Killed, weights_of
+from tests.kit import Killed, moments, weights_of
 
 CONFIG = {
     "stream": {"random": {"input": "vector", "shape": [6], "classes": 4, "samples": 40, "tasks": 3}, "split": {"by": "none"}},
@@ -50,26 +48,6 @@ def undisturbed(tmp_path_factory):
     path = tmp_path_factory.mktemp("undisturbed") / "run"
     train(path)
     return path
-
-
-def moments(points: list[str], at: int | None):
-    """Patches that record every write to the disk and die at one of them, before or after it has happened."""
-
-    def around(where, name):
-        real = getattr(where, name)
-
-        def call(*args, **kwargs):
-            for moment in ("before", "after"):
-                points.append(f"{moment} {name}")
-                if at is not None and len(points) == at:
-                    raise Killed
-                if moment == "before":
-                    result = real(*args, **kwargs)
-            return result
-
-        return mock.patch.object(where, name, call)
-
-    return [around(os, "fsync"), around(os, "replace"), around(Path, "rename"), around(shutil, "rmtree"), around(Path, "unlink")]
 
 
 def run_with(patches, path):

@@ -47,7 +47,8 @@ class Buffer:
         policy: which rows stay: ``class-balanced``, ``reservoir`` or ``ring``.
         floor: rows that every class should keep under ``class-balanced``; see `fair_share`.
         by_class: whether the slots of each class are known, which balanced draws need.
-        seen: rows inserted so far, kept or not.
+        seen: rows inserted so far, kept or not; after a removal, an estimate of how many would have been without those removed.
+        filled: rows stored.
         columns: the stored rows by name, [capacity, ...]; empty before the first insertion.
         classes: by class id, in order of appearance; empty unless `by_class`.
         members: slots arranged by class.
@@ -60,16 +61,12 @@ class Buffer:
     floor: int
     by_class: bool
     seen: int = 0
+    filled: int = 0
     columns: dict[str, Any] = field(default_factory=dict)
     classes: dict[str, Group] = field(default_factory=dict)
     members: Tensor | None = None
     owner: Tensor | None = None
     position: Tensor | None = None
-
-    @property
-    def filled(self) -> int:
-        """Rows stored: no policy leaves a slot free that a row seen could be in."""
-        return min(self.seen, self.capacity)
 
 
 def empty(capacity: int, policy: str = "class-balanced", *, floor: int = 50, by_class: bool = False) -> Buffer:
@@ -113,6 +110,7 @@ def insert_(buffer: Buffer, columns: Columns, labels: Tensor, key: int) -> None:
     buffer.seen += rows
     if not places:
         return
+    buffer.filled = max(buffer.filled, max(places) + 1)  # free slots are taken in order
     if buffer.owner is not None:
         _relabel_(buffer, places, groups)
     _write_(buffer.columns, columns, _integers(places), _integers(places.values()))
@@ -162,6 +160,60 @@ def fetch(buffer: Buffer, slots: Tensor) -> dict[str, Any]:
     return {name: read(store) for name, store in buffer.columns.items()}
 
 
+def remove_(buffer: Buffer, gone: Tensor) -> None:
+    """Take rows out as if they had never been offered: nothing of them stays, and later rows take their room.
+
+    How many rows of each class, or of all, were seen without the removed ones is not known where some were not stored; they
+    are taken to be as frequent there as among the stored ones, so that what is left goes on as a sample of what was seen.
+
+    Args:
+        buffer: changed in place.
+        gone: which of the filled slots, bool [filled].
+    """
+    stored, capacity = buffer.filled, buffer.capacity
+    order = torch.arange(stored)
+    if buffer.policy == "ring":
+        order = order.roll(-(buffer.seen % capacity) if stored == capacity else 0)  # the oldest first
+    slots = order[~gone[order]]
+    left = len(slots)
+    if left == stored:
+        return
+    if not left:
+        fresh = Buffer(capacity, buffer.policy, buffer.floor, buffer.by_class)
+        vars(buffer).update(vars(fresh))
+        return
+    for tensor in _held(buffer.columns):
+        tensor[:left] = tensor[slots]
+        tensor[left:] = 0
+    buffer.seen = left if buffer.policy == "ring" else _without(buffer.seen, stored, left)
+    buffer.filled = left
+    if buffer.members is None:
+        return
+    moved = torch.full((capacity,), -1)
+    moved[slots] = torch.arange(left)
+    lists = []
+    for group in buffer.classes.values():
+        places = moved[buffer.members[group["start"] : group["start"] + group["stored"]].long()]
+        lists.append(places[places >= 0])
+        if buffer.policy == "class-balanced":
+            group["seen"] = _without(group["seen"], group["stored"], len(lists[-1]))
+        group["stored"] = len(lists[-1])
+    start, spare = 0, (len(buffer.members) - left) // len(lists)
+    for group, places in zip(buffer.classes.values(), lists, strict=True):
+        group["start"], group["room"] = start, len(places) + spare
+        buffer.members[start : start + len(places)] = places
+        start += len(places) + spare
+        if buffer.owner is not None and buffer.position is not None:
+            buffer.owner[places], buffer.position[places] = group["number"], torch.arange(len(places), dtype=buffer.position.dtype)
+    if buffer.owner is not None:
+        buffer.owner[left:] = -1
+
+
+def _without(seen: int, stored: int, left: int) -> int:
+    """Rows seen, less those that were removed; exact where every row seen was stored."""
+    return max(left, round(seen * left / stored)) if stored else seen
+
+
 def fair_share(buffer: Buffer, classes: int) -> Finding | None:
     """Under ``class-balanced``, what each class keeps when `floor` rows for every class do not fit; None when they do.
 
@@ -177,13 +229,14 @@ def fair_share(buffer: Buffer, classes: int) -> Finding | None:
 
 def nbytes(buffer: Buffer) -> int:
     """Bytes that the buffer holds."""
+    return params.nbytes(_held(vars(buffer)))
 
-    def tensors(value: Any) -> list[Tensor]:
-        if isinstance(value, Tensor):
-            return [value]
-        return [tensor for part in value.values() for tensor in tensors(part)] if isinstance(value, dict) else []
 
-    return params.nbytes(tensors(vars(buffer)))
+def _held(value: Any) -> list[Tensor]:
+    """The tensors in dicts of dicts of them."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value.values() for tensor in _held(part)] if isinstance(value, dict) else []
 
 
 # --- policies: which rows go to which slots ---------------------------------------------------------------------------
@@ -196,11 +249,18 @@ def _ring(buffer: Buffer, rows: int, groups: Sequence[Group], key: int) -> dict[
 
 def _reservoir(buffer: Buffer, rows: int, groups: Sequence[Group], key: int) -> dict[int, int]:
     """The first rows fill the slots in order. After that, row n (from 1) draws one of n numbers: that slot, if it exists."""
-    capacity, seen = buffer.capacity, buffer.seen
+    capacity, seen, filled = buffer.capacity, buffer.seen, buffer.filled
     slots = (_uniforms(key, rows) * np.arange(seen + 1, seen + rows + 1)).astype(np.int64).tolist()
     free = max(0, min(rows, capacity - seen))
-    slots[:free] = range(seen, seen + free)
-    return {slot: row for row, slot in enumerate(slots) if slot < capacity}
+    slots[:free] = range(filled, filled + free)
+    if filled + free == capacity:
+        return {slot: row for row, slot in enumerate(slots) if slot < capacity}
+    places = {}
+    for row, slot in enumerate(slots):  # rows were removed: a row that draws one of the free slots takes the first of them
+        if slot < capacity:
+            places[slot if slot < filled else filled] = row
+            filled = max(filled, min(slot, filled) + 1)
+    return places
 
 
 def _class_balanced(buffer: Buffer, rows: int, groups: Sequence[Group], key: int) -> dict[int, int]:
@@ -227,6 +287,9 @@ def _class_balanced(buffer: Buffer, rows: int, groups: Sequence[Group], key: int
         place = int(u * seen)
         if place < stored:
             places[members[group["start"] + place]] = row
+        elif place < stored + buffer.capacity - filled:  # rows were removed
+            _join_(buffer, members, group, filled)
+            places[filled], filled = row, filled + 1
     return places
 
 

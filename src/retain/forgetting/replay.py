@@ -131,6 +131,15 @@ def replay(settings: ReplaySpec) -> Method:
         columns = {"inputs": batch.inputs, "targets": batch.targets, "meta": batch.meta}
         store.insert_(state.buffer, columns, batch.meta.get("class", batch.targets), derive("insert", ctx.key, ctx.step))
 
+    def forget(state: ReplayState, ids: Tensor) -> int:
+        """Remove the stored rows of these identifiers."""
+        held = state.buffer.columns.get("meta", {}).get("id")
+        if held is None:
+            return 0
+        gone = torch.isin(held[: state.buffer.filled], ids)
+        store.remove_(state.buffer, gone)
+        return int(gone.sum())
+
     return Method(
         name="replay",
         init=init,
@@ -140,6 +149,7 @@ def replay(settings: ReplaySpec) -> Method:
         sample=sample,
         begin_task=begin_task,
         consolidate_batch=consolidate_batch,
+        forget=forget,
     )
 
 

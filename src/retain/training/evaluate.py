@@ -28,9 +28,11 @@ def predict(job: Job, batches: TaskBatches, batch_size: int) -> tuple[Tensor, Te
 
 
 def measure(job: Job, batches: TaskBatches, metrics: Sequence[str], batch_size: int) -> dict[str, float | None]:
-    """Every metric on one task's rows; None where it is not defined, as for a class that the head does not have yet."""
+    """Every metric on one task's rows; None where it is not defined: no rows, or a class that the head lacks."""
+    if not len(batches.rows):
+        return dict.fromkeys(metrics)
     logits, targets = predict(job, batches, batch_size)
-    if not len(targets) or int(targets.max()) >= logits.shape[1]:
+    if int(targets.max()) >= logits.shape[1]:
         return dict.fromkeys(metrics)
     return {metric: score(metric, logits.numpy(), targets.numpy()) for metric in metrics}
 

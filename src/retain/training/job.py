@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from retain.memory.precision import load_scaler_, make_precision, scaler_state
 from retain.models.build import Classifier, build_model
 from retain.models.heads import Head, grow_
 from retain.params import derive, pack, trainable, unpack_
+from retain.seams import Method, State
 from retain.spec import RunSpec
 from retain.step import CLASSIFICATION, Job
 
@@ -84,19 +86,33 @@ def grow_job(job: Job, spec: RunSpec, outputs: int, number: int) -> None:
 
 def job_files(job: Job) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """What a checkpoint keeps of a job: tensors by file and name, and the rest as plain data."""
-    packed = {method.name: pack(state) for method, state in job.methods}
+    held, trees = pack_methods(job.methods)
     files = {
         "model.safetensors": job.model.state_dict(),
-        "methods.safetensors": {f"{name}/{key}": t for name, (tensors, _) in packed.items() for key, t in tensors.items()},
+        "methods.safetensors": held,
         "optimizer.safetensors": optimizer_tensors(job.optimizer, job.params),
     }
     state = {
         "sizes": _head(job).sizes,
         "optimizer": type(job.optimizer).__name__,
         "scaler": None if job.precision.scaler is None else scaler_state(job.precision.scaler),
-        "methods": {name: tree for name, (_, tree) in packed.items()},
+        "methods": trees,
     }
     return files, state
+
+
+def pack_methods(methods: Sequence[tuple[Method, State]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Methods' states as the tensors of `methods.safetensors`, and what else they hold by method."""
+    packed = {method.name: pack(state) for method, state in methods}
+    tensors = {f"{name}/{key}": tensor for name, (held, _) in packed.items() for key, tensor in held.items()}
+    return tensors, {name: tree for name, (_, tree) in packed.items()}
+
+
+def unpack_method_(method: Method, state: State, tensors: Mapping[str, Tensor], trees: Mapping[str, Any]) -> None:
+    """Put a method's state of `pack_methods` back into one made by its `init`."""
+    prefix = f"{method.name}/"
+    own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    unpack_(state, own, trees[method.name])
 
 
 def restore_job(job: Job, files: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> list[str]:
@@ -121,9 +137,7 @@ def restore_job(job: Job, files: dict[str, dict[str, Tensor]], state: dict[str, 
         if method.name not in state["methods"]:
             notes.append(f"{method.name} was not part of this run before: it knows nothing of the tasks learned so far.")
             continue
-        prefix = f"{method.name}/"
-        tensors = {k.removeprefix(prefix): t for k, t in files["methods.safetensors"].items() if k.startswith(prefix)}
-        unpack_(method_state, tensors, state["methods"][method.name])
+        unpack_method_(method, method_state, files["methods.safetensors"], state["methods"])
     dropped = sorted(set(state["methods"]) - {method.name for method, _ in job.methods})
     notes += [f"{name} is no longer configured: its state is dropped." for name in dropped]
     return notes

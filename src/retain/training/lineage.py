@@ -1,8 +1,8 @@
 """The run directory: what was learned, kept so that a kill at any moment loses nothing that was finished.
 
 A checkpoint is a directory that is written under a temporary name, synced and renamed; `manifest.json` in it holds the size and
-hash of every file, so that a damaged file is never read as good. `tasks/NNNN` is the truth about a task; `lineage.jsonl` and
-`latest` can be rebuilt from it.
+hash of every file (and its name, where that is another), so that a damaged file is never read as good. `tasks/NNNN` is the
+truth about a task; `lineage.jsonl` and `latest` can be rebuilt from it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -170,6 +171,10 @@ class RunDirectory:
         """Where the checkpoint of a rejected task lies."""
         return self.path / "rejected" / f"{number:04d}"
 
+    def checkpoints(self) -> list[Path]:
+        """Every checkpoint that is kept: of learned and of refused tasks, and within a task."""
+        return sorted(path for place in ("tasks", "rejected", "partial") for path in self.path.glob(f"{place}/[0-9]*"))
+
     def drop_partials(self, keep: int = 0) -> None:
         """Remove checkpoints within a task, all but the newest `keep`."""
         for path in self.partials()[keep:]:
@@ -186,7 +191,7 @@ class RunDirectory:
                 continue
             write_file(path / MANIFEST, _json({name: entry for name, entry in manifest.items() if name not in heavy}))
             for name in heavy:
-                (path / name).unlink(missing_ok=True)
+                (path / manifest[name].get("file", name)).unlink(missing_ok=True)
 
     def roll_back(self, number: int) -> list[dict[str, Any]]:
         """Count every task after `number` as not learned; returns their records.
@@ -317,10 +322,7 @@ def save_checkpoint(path: Path, files: Mapping[str, Any]) -> None:
     try:
         manifest = {}
         for name, content in files.items():
-            if name.endswith(".safetensors"):
-                _write_tensors(part / name, content)
-            else:
-                _write_synced(part / name, content.encode() if isinstance(content, str) else _json(content))
+            _write(part / name, content)
             manifest[name] = _seal(part / name)
         _write_synced(part / MANIFEST, _json(manifest))
         _sync_directory(part)
@@ -331,6 +333,41 @@ def save_checkpoint(path: Path, files: Mapping[str, Any]) -> None:
         remove_directory(path)
     part.rename(path)
     _sync_directory(path.parent)
+
+
+def update_checkpoint(path: Path, files: Mapping[str, Any]) -> None:
+    """Give files of a checkpoint another content, all at once, and remove what they held.
+
+    The new ones have names of their own, which the manifest tells; replacing the manifest is what counts.
+
+    Args:
+        path: the directory.
+        files: as in `save_checkpoint`; other files stay.
+    """
+    sweep(path)
+    manifest = _manifest(path)
+    for name, content in files.items():
+        own = Path(name)
+        numbered = (path / f"{own.stem}.{number}{own.suffix}" for number in itertools.count(1))
+        new = next(each for each in numbered if not each.exists())
+        _write(new, content)
+        manifest[name] = {**_seal(new), "file": new.name}
+    write_file(path / MANIFEST, _json(manifest))
+    sweep(path)
+
+
+def sweep(path: Path) -> None:
+    """Remove files of a checkpoint that its manifest does not name: a killed process may have left them."""
+    named = {MANIFEST, *(entry.get("file", name) for name, entry in _manifest(path).items())}
+    for file in path.iterdir():
+        if file.name not in named:
+            file.unlink()
+    _sync_directory(path)
+
+
+def file_names(path: Path) -> list[str]:
+    """The files that a checkpoint keeps, by the names that `load_checkpoint` takes."""
+    return list(_manifest(path))
 
 
 def load_checkpoint(path: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -344,20 +381,22 @@ def load_checkpoint(path: Path, names: Sequence[str]) -> dict[str, Any]:
     for name in names:
         if name not in manifest:
             raise Damaged(f"{path / name} is not kept (checkpoint.keep_tasks, stream.keep_eval).")
+        wanted = manifest[name]
+        file = path / wanted.pop("file", name)
         seal: dict[str, Any]
         try:
-            seal = _seal(path / name)
+            seal = _seal(file)
         except OSError as error:
             seal = {"bytes": 0, "error": error.strerror}
-        if seal != manifest[name]:
+        if seal != wanted:
             raise Damaged(
-                f"{path / name} is damaged: {seal['bytes']} bytes seen, {manifest[name]['bytes']} written, and the hash differs. "
+                f"{file} is damaged: {seal['bytes']} bytes seen, {wanted['bytes']} written, and the hash differs. "
                 "Put it back from a copy, or go back to an earlier task with `retain rollback`."
             )
         if name.endswith(".safetensors"):
-            found[name] = load_file(path / name)
+            found[name] = load_file(file)
         else:
-            text = (path / name).read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8")
             found[name] = json.loads(text) if name.endswith(".json") else text
     return found
 
@@ -394,6 +433,14 @@ def _manifest(path: Path) -> dict[str, Any]:
         return {str(name): dict(entry) for name, entry in manifest.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         raise Damaged(f"{path / MANIFEST} is missing or damaged. Put it back from a copy.") from None
+
+
+def _write(path: Path, content: Any) -> None:
+    """A file of a checkpoint, synced."""
+    if path.suffix == ".safetensors":
+        _write_tensors(path, content)
+    else:
+        _write_synced(path, content.encode() if isinstance(content, str) else _json(content))
 
 
 def _seal(path: Path) -> dict[str, Any]:
