@@ -109,6 +109,7 @@ class Training:
     listener: Listener
     stop: StopRequest
     gate: bool = False
+    metrics: tuple[str, ...] = ()
 
     @property
     def number(self) -> int:
@@ -179,7 +180,7 @@ def train(
             for text in _advice(spec, stream):
                 listener("note", {"text": text})
             job = make_job(spec, stream, device, prior["sizes"] if prior else [])
-            training = Training(spec, stream, run, job, identity, listener, stop, gate)
+            training = Training(spec, stream, run, job, identity, listener, stop, gate, _metrics(spec))
             if prior and latest is not None:
                 files = load_checkpoint(run.task_path(latest), FILES)
                 for text in restore_job(job, files, prior):
@@ -277,10 +278,10 @@ def _learn(training: Training, task: Task) -> bool:
     run, number = training.run, training.number
     progress = _resume(training, task)
     if progress is None:
-        progress = _begin(training, task)
+        progress = begin(training, task)
     check_disk(training.job, task, run.path)
-    batches = _batches(training, number, task.train, task.classes, weighted=True)
-    _run_steps(training, task, batches, progress)
+    batches = batches_of(training, number, task.train, task.classes, weighted=True)
+    run_steps(training, task, batches, progress)
     if not progress.looked:  # else a checkpoint was made after it
         for method, state in training.job.methods:
             if method.end_task is not None:
@@ -291,7 +292,7 @@ def _learn(training: Training, task: Task) -> bool:
     row = _measure_all(training, task)
     peak = peak_bytes(training.job.device)
     training.listener("evaluated", {"number": number, "task": task, "row": row, "peak": peak})
-    _consolidate(training, task, batches, progress)
+    consolidate(training, task, batches, progress)
 
     files, state = job_files(training.job)
     record = _record(training, task, progress, row)
@@ -317,15 +318,15 @@ def _learn(training: Training, task: Task) -> bool:
     return True
 
 
-def _begin(training: Training, task: Task) -> Progress:
+def begin(training: Training, task: Task) -> Progress:
     """The task's start: what the model can do before, a head for it, and the methods' preparations."""
     number, progress = training.number, Progress()
     if training.head == "single":
         if number == 0:
             tasks = enumerate(training.stream.tasks)
-            progress.at_init = {each.name: _measure(training, k, each.test, each.classes) for k, each in tasks}
+            progress.at_init = {each.name: measure_rows(training, k, each.test, each.classes) for k, each in tasks}
         else:
-            progress.before = _measure(training, number, task.test, task.classes)
+            progress.before = measure_rows(training, number, task.test, task.classes)
     outputs = len(task.classes) if training.head == "per-task" else max(_seen(training, task)) + 1
     grow_job(training.job, training.spec, outputs, number)
     ctx = _context(training, task)
@@ -336,7 +337,7 @@ def _begin(training: Training, task: Task) -> Progress:
     return progress
 
 
-def _run_steps(training: Training, task: Task, batches: TaskBatches, progress: Progress) -> None:
+def run_steps(training: Training, task: Task, batches: TaskBatches, progress: Progress) -> None:
     """The optimizer steps that are left, with checkpoints."""
     job, spec, stop = training.job, training.spec.training_params, training.stop
     every_seconds, every_steps = training.spec.checkpoint.every_seconds, training.spec.checkpoint.every_steps
@@ -396,17 +397,17 @@ def _measure_all(training: Training, task: Task) -> dict[str, list[float | None]
             rows = Rows.from_tensors(load_checkpoint(path, ["eval.safetensors"])["eval.safetensors"])
         else:
             rows = current[name].test
-        measured.append(_measure(training, record["number"], rows, record["classes"]))
-    measured.append(_measure(training, training.number, task.test, task.classes))
-    return {metric: [values[metric] for values in measured] for metric in _metrics(training.spec)}
+        measured.append(measure_rows(training, record["number"], rows, record["classes"]))
+    measured.append(measure_rows(training, training.number, task.test, task.classes))
+    return {metric: [values[metric] for values in measured] for metric in training.metrics}
 
 
-def _measure(training: Training, number: int, rows: Rows, classes: Any) -> dict[str, float | None]:
+def measure_rows(training: Training, number: int, rows: Rows, classes: Any) -> dict[str, float | None]:
     batch_size = training.spec.training_params.eval_batch_size
-    return measure(training.job, _batches(training, number, rows, classes), _metrics(training.spec), batch_size)
+    return measure(training.job, batches_of(training, number, rows, classes), training.metrics, batch_size)
 
 
-def _consolidate(training: Training, task: Task, batches: TaskBatches, progress: Progress) -> None:
+def consolidate(training: Training, task: Task, batches: TaskBatches, progress: Progress) -> None:
     """Let the methods keep what they need of the task: once per batch of its rows, then once; with checkpoints."""
     job, spec, checkpoint = training.job, training.spec.training_params, training.spec.checkpoint
     base = _context(training, task)._replace(
@@ -464,7 +465,7 @@ def _seen(training: Training, task: Task | None = None) -> set[int]:
     return seen if task is None else seen | set(task.classes)
 
 
-def _batches(training: Training, number: int, rows: Rows, classes: Any, *, weighted: bool = False) -> TaskBatches:
+def batches_of(training: Training, number: int, rows: Rows, classes: Any, *, weighted: bool = False) -> TaskBatches:
     stream, spec = training.stream, training.spec.training_params
     local = list(classes) if stream.scenario == "task-incremental" else None
     names = [stream.classes[place] for place in local] if local else stream.classes
