@@ -403,6 +403,7 @@ def _measure_all(training: Training, task: Task) -> dict[str, list[float | None]
 
 
 def measure_rows(training: Training, number: int, rows: Rows, classes: Any) -> dict[str, float | None]:
+    """The run's metrics on rows of a task."""
     batch_size = training.spec.training_params.eval_batch_size
     return measure(training.job, batches_of(training, number, rows, classes), training.metrics, batch_size)
 
@@ -466,6 +467,7 @@ def _seen(training: Training, task: Task | None = None) -> set[int]:
 
 
 def batches_of(training: Training, number: int, rows: Rows, classes: Any, *, weighted: bool = False) -> TaskBatches:
+    """The batches of a task's rows; `weighted` by class, where the configuration says so."""
     stream, spec = training.stream, training.spec.training_params
     local = list(classes) if stream.scenario == "task-incremental" else None
     names = [stream.classes[place] for place in local] if local else stream.classes
